@@ -1,0 +1,103 @@
+"""The command line: which commands there are, and what becomes of an error. Each command is in a module of its own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+import patchctl
+from patchctl.errors import INTERRUPTED, USAGE, PatchctlError
+from patchctl.project import Project, default_root
+
+COMMANDS = {
+    "apply": "Apply the series to pinned upstream trees.",
+    "verify": "Prove the series, and the trees it is applied to.",
+    "revert": "Take the series back out of a tree, to the byte.",
+    "status": "Tell how far the series is applied.",
+    "list": "List the patches: what each is for and which pins it serves.",
+    "fetch": "Obtain the upstream trees, and only that.",
+    "refresh": "Write the patches and series.lock anew.",
+    "pair": "Tell which requests of two dump trees can be compared.",
+    "compare": "Compare paired dumps and find the first module that differs.",
+    "report": "Turn a comparison into a summary and an HTML report.",
+    "config": "Write the msprobe and launch configuration of a dump run.",
+    "doctor": "Check that this machine is ready for a dump run.",
+}
+
+
+class _Commands(click.Group):
+    """Imports a command's module only when the command is called: a start costs what the command needs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"patchctl.commands.{name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(patchctl.__version__, prog_name="patchctl")
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="The project that holds series, patches and pins (default: the one this program belongs to).",
+)
+@click.pass_context
+def cli(ctx: click.Context, root: Path | None) -> None:
+    """A numbered patch series for verl and vllm-ascend.
+
+    \b
+    patchctl apply --verl-commit b7dabd83
+    patchctl verify
+    patchctl revert
+
+    Exit codes: 0 done or nothing to do, 1 a check or an application failed, 2 usage, 3 wrong pin or files in the
+    way, 4 partly applied, 130 interrupted.
+    """
+    ctx.obj = Project(root.resolve() if root else default_root())
+
+
+def say(message: str) -> None:
+    """A message for people; documents for programs go to stdout."""
+    click.echo(message, err=True)
+
+
+def print_json(document: Any) -> None:
+    click.echo(json.dumps(document, indent=1, ensure_ascii=False))
+
+
+def main() -> NoReturn:
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    try:
+        code = cli.main(prog_name="patchctl", standalone_mode=False)
+    except click.UsageError as error:
+        error.show()
+        code = USAGE
+    except click.exceptions.Exit as error:
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        say("patchctl: interrupted")
+        code = INTERRUPTED
+    except click.ClickException as error:
+        say(f"patchctl: {error.format_message()}")
+        code = error.exit_code
+    except PatchctlError as error:
+        say(f"patchctl: {error}")
+        code = error.exit_code
+    except BrokenPipeError:  # `patchctl list | head`
+        sys.stderr.close()
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)

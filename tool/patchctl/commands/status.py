@@ -1,0 +1,76 @@
+"""`patchctl status`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from patchctl import stamp
+from patchctl.cli import print_json
+from patchctl.commands import _trees
+from patchctl.errors import DONE, IN_THE_WAY, PARTLY_APPLIED
+from patchctl.project import Project
+from patchctl.tree import Progress, TreeState
+
+_EXIT = {Progress.MODIFIED: IN_THE_WAY, Progress.PARTLY: PARTLY_APPLIED}
+_MARK = {True: "applied", False: "not applied", None: "in some files only"}
+
+
+@click.command()
+@_trees.tree_options
+@_trees.revision_options
+@_trees.json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    verl: Path | None,
+    vllm_ascend: Path | None,
+    only: str | None,
+    verl_commit: str | None,
+    vllm_ascend_commit: str | None,
+    as_json: bool,
+) -> None:
+    """Tell how far the series is applied to the trees given, or to those in ./src.
+
+    Read from the files' own hashes. Exit code 0 if every tree is unapplied or applied, 3 if a touched file has
+    contents the series does not know, 4 if a tree is partly applied.
+
+    \b
+    patchctl status
+    patchctl status --verl ~/verl --json
+    """
+    project: Project = ctx.obj
+    folders = _trees.wanted(only, verl, vllm_ascend)
+    states = _trees.states(project, folders, {"verl": verl_commit, "vllm-ascend": vllm_ascend_commit})
+    if as_json:
+        print_json({"command": "status", "trees": [_document(project, state) for state in states]})
+    else:
+        for state in states:
+            _print(project, state)
+    ctx.exit(max(_EXIT.get(state.progress, DONE) for state in states))
+
+
+def _document(project: Project, state: TreeState) -> dict[str, object]:
+    patches = [
+        {"patch": patch, "state": _MARK[state.patch_applied(patch)]} for patch in project.series.for_pin(state.pin)
+    ]
+    return {**_trees.tree_document(state), "patches": patches, "stamp": stamp.read(state.tree)}
+
+
+def _print(project: Project, state: TreeState) -> None:
+    patches = project.series.for_pin(state.pin)
+    applied = sum(state.patch_applied(patch) is True for patch in patches)
+    click.echo(f"{state.pin}: {state.progress.value} ({applied}/{len(patches)} patches) in {_trees.at(state.tree)}")
+    if state.progress not in _EXIT:
+        return
+    for patch in patches:
+        click.echo(f"  {_MARK[state.patch_applied(patch)]:<19} {patch}")
+    for file in state.files:
+        if file.position is None:
+            found = "missing" if file.found.content is None else "modified"
+            click.echo(f"  {found:<19} {file.path}")
+        elif 0 < file.position < len(file.chain):
+            click.echo(f"  {f'{file.position} of {len(file.chain)} patches':<19} {file.path}")
+    if state.progress is Progress.PARTLY:
+        click.echo("  next: `patchctl apply` finishes it, `patchctl revert` undoes it")

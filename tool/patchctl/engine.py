@@ -1,0 +1,312 @@
+"""Apply and revert: from a tree's state and the patches to the writes, one transaction, then the proof."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from patchctl import stamp
+from patchctl.errors import InTheWayError, PatchctlError
+from patchctl.git import Git, GitError
+from patchctl.patchfile import FilePatch, HunkError, Patch
+from patchctl.pins import Pin
+from patchctl.project import Project
+from patchctl.transaction import Write, commit, exclusive, staged_path
+from patchctl.tree import FileState, Progress, Tree, TreeState, blob_id, closest, read_state
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tree and the pin whose series it shall get."""
+
+    tree: Tree
+    pin: Pin
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What happened (or, in a dry run, would happen) to one tree.
+
+    Attributes:
+        before: the tree's progress when the command started.
+        written: the files that were changed, relative to the tree's root; empty if there was nothing to do.
+        kept: copies of edited files that a forced revert saved.
+        notes: things the user should know and need not act on.
+    """
+
+    target: Target
+    patches: tuple[str, ...]
+    before: Progress
+    written: tuple[str, ...]
+    kept: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def detect(project: Project, tree: Tree, revision: str | None = None) -> TreeState:
+    """The tree's state under the pin that `revision` names, or else under the pin whose files it has."""
+    name = tree.upstream.name
+    pins = (project.pins.resolve(name, revision),) if revision else project.pins.of(name)
+    return closest(read_state(tree, pin, project.lock.for_pin(pin)) for pin in pins)
+
+
+def apply(project: Project, targets: Sequence[Target], *, dry_run: bool = False) -> list[Outcome]:
+    """Apply each target's series; all trees, or none.
+
+    A tree that an interrupted run left between two states is finished.
+
+    Raises:
+        InTheWayError: a file is neither pristine nor patched, or another run is at work.
+        PatchctlError: a write failed, or the result is not what series.lock says; the trees are as before.
+    """
+    with exclusive([target.tree.root for target in targets]):
+        states = [_state(project, target) for target in targets]
+        for state in states:
+            if state.modified:
+                raise _in_the_way(project, state)
+        outcomes, writes = [], []
+        for target, state in zip(targets, states, strict=True):
+            planned = (
+                [] if state.progress is Progress.APPLIED else _plan(state, project.patches(target.pin), forward=True)
+            )
+            outcomes.append(_outcome(project, target, state, planned, dry_run))
+            writes += planned
+        if not dry_run:
+            _carry_out(project, targets, states, writes, Progress.APPLIED)
+    return outcomes
+
+
+def revert(project: Project, targets: Sequence[Target], *, force: bool = False, dry_run: bool = False) -> list[Outcome]:
+    """Take each target's series back out, to the byte; all trees, or none.
+
+    Where `force` is given, a patched file with local edits is reverted hunk by hunk and keeps the edits; a file that
+    the series created and the user edited is removed after a copy of it is saved beside it as `NAME.edited`.
+
+    Raises:
+        InTheWayError: a file has local edits and `force` is not given, or another run is at work.
+        PatchctlError: as for `apply`.
+    """
+    with exclusive([target.tree.root for target in targets]):
+        states = [_state(project, target) for target in targets]
+        if not force:
+            for state in states:
+                if state.modified:
+                    names = ", ".join(file.path for file in state.modified)
+                    raise InTheWayError(
+                        f"{state.tree}: local edits in {names}; undo them, or give --force to revert around them"
+                    )
+        outcomes, writes = [], []
+        for target, state in zip(targets, states, strict=True):
+            planned: list[Write] = []
+            kept: list[Path] = []
+            if state.progress is not Progress.UNAPPLIED:
+                patches = project.patches(target.pin)
+                planned = _plan(state, patches, forward=False)
+                for file in state.modified:
+                    forced, copy = _plan_forced(state.tree, file, patches)
+                    planned += forced
+                    kept += [copy] if copy else []
+            outcomes.append(_outcome(project, target, state, planned, dry_run, kept))
+            writes += planned
+        if not dry_run:
+            _carry_out(project, targets, states, writes, None if force else Progress.UNAPPLIED)
+            for state in states:
+                _remove_leftovers(state)
+                stamp.remove(state.tree)
+    return outcomes
+
+
+def _state(project: Project, target: Target) -> TreeState:
+    return read_state(target.tree, target.pin, project.lock.for_pin(target.pin))
+
+
+def _outcome(
+    project: Project,
+    target: Target,
+    state: TreeState,
+    writes: Sequence[Write],
+    dry_run: bool,
+    kept: Sequence[Path] = (),
+) -> Outcome:
+    root = target.tree.root
+    notes = []
+    if state.progress is Progress.PARTLY and writes:
+        notes.append("the tree was partly applied; an interrupted run is finished")
+    head = _head(target.tree) if writes and not dry_run else None
+    if head and head != target.pin.commit:
+        notes.append(f"HEAD is {head[:12]}, not the pin {target.pin.commit[:12]}; every touched file equals the pin's")
+    return Outcome(
+        target=target,
+        patches=project.series.for_pin(target.pin),
+        before=state.progress,
+        written=tuple(sorted(write.path.relative_to(root).as_posix() for write in writes)),
+        kept=tuple(kept),
+        notes=tuple(notes),
+    )
+
+
+def _head(tree: Tree) -> str | None:
+    if not tree.is_checkout:
+        return None
+    try:
+        return Git(tree.root).line("rev-parse", "HEAD")
+    except GitError:  # no commit yet, or no git here: the files' hashes decide anyway
+        return None
+
+
+def _plan(state: TreeState, patches: Sequence[Patch], *, forward: bool) -> list[Write]:
+    """The writes that bring every file of a known state to the end (or the start) of its chain."""
+    by_name = {patch.name: {file.path: file for file in patch.files} for patch in patches}
+    writes = []
+    for file in state.files:
+        if file.position is None:
+            continue
+        goal = len(file.chain) if forward else 0
+        if file.position == goal:
+            continue
+        steps = file.chain[file.position :] if forward else tuple(reversed(file.chain[: file.position]))
+        content, executable = file.found.content, None
+        for step in steps:
+            change: FilePatch = by_name[step.patch][file.path]
+            change = change if forward else change.reversed()
+            content = change.apply(content, step.patch)
+            executable = change.executable if change.executable is not None else executable
+        found = None if content is None else blob_id(content)
+        if found != file.target_blob(goal):
+            raise PatchctlError(
+                f"series.lock: does not describe what the patches make of {file.path}; run `patchctl refresh`"
+            )
+        writes.append(_write(state.tree, file, content, executable))
+    return writes
+
+
+def _write(tree: Tree, file: FileState, content: bytes | None, executable: bool | None) -> Write:
+    found = file.found
+    return Write(
+        path=tree.root / file.path,
+        before=None if found.content is None else found.on_disk(found.content),
+        after=None if content is None else found.on_disk(content),
+        executable=executable if content is not None else None,
+    )
+
+
+def _plan_forced(tree: Tree, file: FileState, patches: Sequence[Patch]) -> tuple[list[Write], Path | None]:
+    """Take the patches out of an edited file; a copy is saved where the file itself goes."""
+    if file.found.content is None:
+        if file.chain[0].pre is None:
+            return [], None
+        raise InTheWayError(f"{tree.root / file.path}: is missing; restore it first (git checkout -- {file.path})")
+    if file.chain[0].pre is None:
+        place = tree.root / file.path
+        copy = place.with_name(place.name + ".edited")
+        content = file.found.on_disk(file.found.content)
+        if copy.exists():
+            raise InTheWayError(f"{copy}: is in the way of the copy that a forced revert saves; move it away")
+        return [Write(copy, None, content), _write(tree, file, None, None)], copy
+    reverted: bytes | None = file.found.content
+    for patch in reversed(patches):
+        for change in patch.files:
+            if change.path == file.path:
+                try:
+                    reverted = change.reversed().apply(reverted, patch.name)
+                except HunkError as error:
+                    raise InTheWayError(f"{error}: your edits touch the patch's own lines; undo them first") from None
+    return [_write(tree, file, reverted, None)], None
+
+
+def _carry_out(
+    project: Project,
+    targets: Sequence[Target],
+    states: Sequence[TreeState],
+    writes: Sequence[Write],
+    expected: Progress | None,
+) -> None:
+    for state in states:
+        _remove_staged(state)
+    if not writes:
+        return
+    commit(writes)
+    wrong = [
+        state
+        for state in (_state(project, target) for target in targets)
+        if expected is not None and state.progress is not expected
+    ]
+    if wrong:  # another program wrote to the tree meanwhile
+        commit([Write(write.path, write.after, write.before) for write in writes])
+        names = ", ".join(file.path for state in wrong for file in state.files if file.position is None) or str(
+            wrong[0].tree
+        )
+        raise PatchctlError(
+            f"{names}: changed while patchctl was writing; the tree is as before: run the command again"
+        )
+    if expected is Progress.APPLIED:
+        for target, state in zip(targets, states, strict=True):
+            if state.progress is not Progress.APPLIED:
+                stamp.write(target.tree, target.pin, project.lock)
+
+
+def _remove_staged(state: TreeState) -> None:
+    for file in state.files:
+        with contextlib.suppress(OSError):  # a folder that is not there, or not a folder: then nothing was staged
+            staged_path(state.tree.root / file.path).unlink(missing_ok=True)
+
+
+def _remove_leftovers(state: TreeState) -> None:
+    """Remove what the series' own new files leave behind: their compiled forms, and folders that are empty now."""
+    for file in state.files:
+        if file.chain[0].pre is not None:
+            continue
+        place = state.tree.root / file.path
+        if place.exists():
+            continue
+        for compiled in (place.parent / "__pycache__").glob(f"{place.stem}.*.pyc"):
+            compiled.unlink(missing_ok=True)
+        for folder in (place.parent / "__pycache__", *place.parents):
+            if folder == state.tree.root:
+                break
+            with contextlib.suppress(OSError):  # it still holds something, or is gone: both are as it should be
+                folder.rmdir()
+
+
+def _in_the_way(project: Project, state: TreeState) -> PatchctlError:
+    """Why the series can't be applied to a tree that has files it does not know."""
+    tree, pin = state.tree, state.pin
+    others: Iterable[TreeState] = (
+        read_state(tree, other, project.lock.for_pin(other))
+        for other in project.pins.of(pin.upstream.name)
+        if other != pin
+    )
+    fitting = [other for other in others if not other.modified]
+    if fitting:
+        name = fitting[0].pin.name
+        return InTheWayError(
+            f"{tree}: its files are those of {pin.upstream.name} {name}, not {pin.name}; "
+            f"give that pin, or check out {pin.commit}"
+        )
+    head = _head(tree)
+    where = f" (HEAD is {head[:12]}, the pin is {pin.commit[:12]})" if head and head != pin.commit else ""
+    first = state.modified[0]
+    count = len(state.modified)
+    more = f"; and {count - 1} more: {', '.join(file.path for file in state.modified[1:])}" if count > 1 else ""
+    if first.found.content is None:
+        return InTheWayError(f"{tree}: {first.path} is missing{where}{more}; restore it, or check out {pin.commit}")
+    cause = _first_mismatch(first, project.patches(pin))
+    if cause:
+        return InTheWayError(f"{tree}: {cause}{where}{more}; check out {pin.commit}, or undo the edits")
+    return InTheWayError(
+        f"{tree}: {first.path} has local edits{where}{more}; "
+        f"commit them elsewhere or undo them (git checkout -- {first.path})"
+    )
+
+
+def _first_mismatch(file: FileState, patches: Sequence[Patch]) -> str | None:
+    content = file.found.content
+    for patch in patches:
+        for change in patch.files:
+            if change.path == file.path:
+                try:
+                    content = change.apply(content, patch.name)
+                except HunkError as error:
+                    return str(error)
+    return None

@@ -1,0 +1,36 @@
+"""The one error type that commands turn into a line on stderr and an exit code."""
+
+from __future__ import annotations
+
+DONE = 0
+FAILED = 1
+USAGE = 2
+IN_THE_WAY = 3
+PARTLY_APPLIED = 4
+INTERRUPTED = 130
+
+
+class PatchctlError(Exception):
+    """A failure the user can act on: the message names the object, the cause and the next step.
+
+    Exit codes: 1 a check or an application failed, 2 usage, 3 wrong pin or files in the way, 4 partly applied.
+    """
+
+    exit_code: int = FAILED
+
+    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        if exit_code is not None:
+            self.exit_code = exit_code
+
+
+class UsageError(PatchctlError):
+    """What was asked for can't be done with these arguments."""
+
+    exit_code = USAGE
+
+
+class InTheWayError(PatchctlError):
+    """A wrong pin, a local edit or another run stands in the way; nothing was changed."""
+
+    exit_code = IN_THE_WAY

@@ -1,0 +1,85 @@
+"""The project that holds a series: its top folder, and the pins, series, lock and patches read from there."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from patchctl import patchfile, series
+from patchctl.errors import PatchctlError
+from patchctl.patchfile import Patch
+from patchctl.pins import Pin, Pins, load
+from patchctl.series import Lock, Series
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def default_root() -> Path:
+    """The checkout that this code runs from, or the copy of the series that the installed package carries.
+
+    `PATCHCTL_ROOT` names another project.
+    """
+    if named := os.environ.get("PATCHCTL_ROOT"):
+        return Path(named)
+    checkout = _PACKAGE.parents[1]
+    return checkout if (checkout / "series").is_file() else _PACKAGE / "data"
+
+
+@dataclass(frozen=True)
+class Project:
+    root: Path
+
+    @cached_property
+    def pins(self) -> Pins:
+        return load(self.root / "configs" / "pins.toml")
+
+    def read_series(self) -> tuple[Series, list[series.Problem]]:
+        """The series with its problems, for those who report them all."""
+        return series.parse(self._text("series"), self.pins)
+
+    @cached_property
+    def series(self) -> Series:
+        found, problems = self.read_series()
+        if problems:
+            first = problems[0]
+            raise PatchctlError(f"{first.path}:{first.line}: {first.message}")
+        return found
+
+    @cached_property
+    def lock(self) -> Lock:
+        return series.parse_lock(self._text("series.lock"))
+
+    def _text(self, name: str) -> str:
+        path = self.root / name
+        try:
+            return path.read_bytes().decode("utf-8")
+        except FileNotFoundError:
+            raise PatchctlError(f"{path}: no such file; is {self.root} a patchctl project?") from None
+        except UnicodeDecodeError as error:
+            raise PatchctlError(f"{path}: not UTF-8 at byte {error.start}") from None
+
+    def patch_bytes(self, name: str) -> bytes:
+        path = self.root / "patches" / name
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise PatchctlError(f"{path}: can't be read: {error.strerror}; restore it") from None
+
+    def patches(self, pin: Pin) -> tuple[Patch, ...]:
+        """The pin's patches, proved to be the ones that series.lock was made from.
+
+        Raises:
+            PatchctlError: a patch is missing, differs from the lock, or has a problem in its text.
+        """
+        loaded = []
+        for name in self.series.for_pin(pin):
+            data = self.patch_bytes(name)
+            if self.lock.sha256.get(name) != series.sha256(data):
+                raise PatchctlError(
+                    f"patches/{name}: not the file that series.lock was made from; "
+                    "restore it (git checkout), or run `patchctl refresh` if the change is meant"
+                )
+            loaded.append(patchfile.load(data, name))
+        return tuple(loaded)

