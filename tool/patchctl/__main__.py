@@ -1,4 +1,16 @@
-from patchctl.cli import main
+"""The program: `patchctl`, or `python -m patchctl`."""
+
+import gc
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    # What a start imports stays until the end; looking through it for garbage costs a tenth of a short command.
+    gc.disable()
+    from patchctl.cli import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
-import json
 import signal
 import sys
 from pathlib import Path
@@ -68,6 +68,8 @@ def cli(ctx: click.Context, root: Path | None) -> None:
     way, 4 partly applied, 130 interrupted.
     """
     ctx.obj = Project(root.resolve() if root else default_root())
+    gc.freeze()
+    gc.enable()
 
 
 def say(message: str) -> None:
@@ -76,6 +78,8 @@ def say(message: str) -> None:
 
 
 def print_json(document: Any) -> None:
+    import json
+
     click.echo(json.dumps(document, indent=1, ensure_ascii=False))
 
 

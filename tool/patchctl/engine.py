@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from patchctl import stamp
 from patchctl.errors import InTheWayError, PatchctlError
-from patchctl.git import Git, GitError
-from patchctl.patchfile import FilePatch, HunkError, Patch
 from patchctl.pins import Pin
 from patchctl.project import Project
 from patchctl.transaction import Write, commit, exclusive, staged_path
-from patchctl.tree import FileState, Progress, Tree, TreeState, blob_id, closest, read_state
+from patchctl.tree import Progress, Tree, TreeState, read_state
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A tree and the pin whose series it shall get."""
 
     tree: Tree
     pin: Pin
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What happened (or, in a dry run, would happen) to one tree.
 
     Attributes:
@@ -42,13 +37,6 @@ class Outcome:
     written: tuple[str, ...]
     kept: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-def detect(project: Project, tree: Tree, revision: str | None = None) -> TreeState:
-    """The tree's state under the pin that `revision` names, or else under the pin whose files it has."""
-    name = tree.upstream.name
-    pins = (project.pins.resolve(name, revision),) if revision else project.pins.of(name)
-    return closest(read_state(tree, pin, project.lock.for_pin(pin)) for pin in pins)
 
 
 def apply(project: Project, targets: Sequence[Target], *, dry_run: bool = False) -> list[Outcome]:
@@ -67,9 +55,11 @@ def apply(project: Project, targets: Sequence[Target], *, dry_run: bool = False)
                 raise _in_the_way(project, state)
         outcomes, writes = [], []
         for target, state in zip(targets, states, strict=True):
-            planned = (
-                [] if state.progress is Progress.APPLIED else _plan(state, project.patches(target.pin), forward=True)
-            )
+            planned: list[Write] = []
+            if state.progress is not Progress.APPLIED:
+                from patchctl.plan import plan  # brings the patch parser: a run with nothing to do starts without it
+
+                planned = plan(state, project.patches(target.pin), forward=True)
             outcomes.append(_outcome(project, target, state, planned, dry_run))
             writes += planned
         if not dry_run:
@@ -101,16 +91,20 @@ def revert(project: Project, targets: Sequence[Target], *, force: bool = False, 
             planned: list[Write] = []
             kept: list[Path] = []
             if state.progress is not Progress.UNAPPLIED:
+                from patchctl.plan import plan, plan_forced
+
                 patches = project.patches(target.pin)
-                planned = _plan(state, patches, forward=False)
+                planned = plan(state, patches, forward=False)
                 for file in state.modified:
-                    forced, copy = _plan_forced(state.tree, file, patches)
+                    forced, copy = plan_forced(state.tree, file, patches)
                     planned += forced
                     kept += [copy] if copy else []
             outcomes.append(_outcome(project, target, state, planned, dry_run, kept))
             writes += planned
         if not dry_run:
             _carry_out(project, targets, states, writes, None if force else Progress.UNAPPLIED)
+            from patchctl import stamp
+
             for state in states:
                 _remove_leftovers(state)
                 stamp.remove(state.tree)
@@ -149,70 +143,12 @@ def _outcome(
 def _head(tree: Tree) -> str | None:
     if not tree.is_checkout:
         return None
+    from patchctl.git import Git, GitError
+
     try:
         return Git(tree.root).line("rev-parse", "HEAD")
     except GitError:  # no commit yet, or no git here: the files' hashes decide anyway
         return None
-
-
-def _plan(state: TreeState, patches: Sequence[Patch], *, forward: bool) -> list[Write]:
-    """The writes that bring every file of a known state to the end (or the start) of its chain."""
-    by_name = {patch.name: {file.path: file for file in patch.files} for patch in patches}
-    writes = []
-    for file in state.files:
-        if file.position is None:
-            continue
-        goal = len(file.chain) if forward else 0
-        if file.position == goal:
-            continue
-        steps = file.chain[file.position :] if forward else tuple(reversed(file.chain[: file.position]))
-        content, executable = file.found.content, None
-        for step in steps:
-            change: FilePatch = by_name[step.patch][file.path]
-            change = change if forward else change.reversed()
-            content = change.apply(content, step.patch)
-            executable = change.executable if change.executable is not None else executable
-        found = None if content is None else blob_id(content)
-        if found != file.target_blob(goal):
-            raise PatchctlError(
-                f"series.lock: does not describe what the patches make of {file.path}; run `patchctl refresh`"
-            )
-        writes.append(_write(state.tree, file, content, executable))
-    return writes
-
-
-def _write(tree: Tree, file: FileState, content: bytes | None, executable: bool | None) -> Write:
-    found = file.found
-    return Write(
-        path=tree.root / file.path,
-        before=None if found.content is None else found.on_disk(found.content),
-        after=None if content is None else found.on_disk(content),
-        executable=executable if content is not None else None,
-    )
-
-
-def _plan_forced(tree: Tree, file: FileState, patches: Sequence[Patch]) -> tuple[list[Write], Path | None]:
-    """Take the patches out of an edited file; a copy is saved where the file itself goes."""
-    if file.found.content is None:
-        if file.chain[0].pre is None:
-            return [], None
-        raise InTheWayError(f"{tree.root / file.path}: is missing; restore it first (git checkout -- {file.path})")
-    if file.chain[0].pre is None:
-        place = tree.root / file.path
-        copy = place.with_name(place.name + ".edited")
-        content = file.found.on_disk(file.found.content)
-        if copy.exists():
-            raise InTheWayError(f"{copy}: is in the way of the copy that a forced revert saves; move it away")
-        return [Write(copy, None, content), _write(tree, file, None, None)], copy
-    reverted: bytes | None = file.found.content
-    for patch in reversed(patches):
-        for change in patch.files:
-            if change.path == file.path:
-                try:
-                    reverted = change.reversed().apply(reverted, patch.name)
-                except HunkError as error:
-                    raise InTheWayError(f"{error}: your edits touch the patch's own lines; undo them first") from None
-    return [_write(tree, file, reverted, None)], None
 
 
 def _carry_out(
@@ -241,6 +177,8 @@ def _carry_out(
             f"{names}: changed while patchctl was writing; the tree is as before: run the command again"
         )
     if expected is Progress.APPLIED:
+        from patchctl import stamp
+
         for target, state in zip(targets, states, strict=True):
             if state.progress is not Progress.APPLIED:
                 stamp.write(target.tree, target.pin, project.lock)
@@ -291,22 +229,12 @@ def _in_the_way(project: Project, state: TreeState) -> PatchctlError:
     more = f"; and {count - 1} more: {', '.join(file.path for file in state.modified[1:])}" if count > 1 else ""
     if first.found.content is None:
         return InTheWayError(f"{tree}: {first.path} is missing{where}{more}; restore it, or check out {pin.commit}")
-    cause = _first_mismatch(first, project.patches(pin))
+    from patchctl.plan import first_mismatch
+
+    cause = first_mismatch(first, project.patches(pin))
     if cause:
         return InTheWayError(f"{tree}: {cause}{where}{more}; check out {pin.commit}, or undo the edits")
     return InTheWayError(
         f"{tree}: {first.path} has local edits{where}{more}; "
         f"commit them elsewhere or undo them (git checkout -- {first.path})"
     )
-
-
-def _first_mismatch(file: FileState, patches: Sequence[Patch]) -> str | None:
-    content = file.found.content
-    for patch in patches:
-        for change in patch.files:
-            if change.path == file.path:
-                try:
-                    content = change.apply(content, patch.name)
-                except HunkError as error:
-                    return str(error)
-    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from patchctl.errors import PatchctlError
@@ -48,7 +48,6 @@ class Git:
         *arguments: str,
         stdin: bytes | None = None,
         timeout: float | None = None,
-        variables: dict[str, str] | None = None,
         network: bool = False,
     ) -> bytes:
         """What `git ARGUMENTS` prints.
@@ -59,30 +58,50 @@ class Git:
         Raises:
             GitError: git is not installed, ended with an error, or took longer than `timeout` seconds.
         """
+        return self.start(*arguments, with_stdin=stdin is not None, network=network)(stdin, timeout)
+
+    def start(
+        self, *arguments: str, with_stdin: bool = False, network: bool = False
+    ) -> Callable[[bytes | None, float | None], bytes]:
+        """Start `git ARGUMENTS` and return at once; the result takes its input and a time limit, and gives its output.
+
+        Raises:
+            GitError: as for `run`, the start's own failures here and the others from the result.
+        """
         settings = [word for setting in _SETTINGS for word in ("-c", setting)]
         # A tree that another user owns (a container's volume, say) is still the one we were pointed at.
-        verb = next(word for word in arguments if not word.startswith("-") and "=" not in word)
         command = ["git", *settings, "-c", f"safe.directory={self.folder}", *arguments]
+        verb = next(word for word in arguments if not word.startswith("-") and "=" not in word)
+        where = f"git {verb} in {self.folder}"
         try:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 command,
                 cwd=self.folder,
-                env=self._environment(network) | (variables or {}),
-                input=stdin,
-                stdin=subprocess.DEVNULL if stdin is None else None,
-                capture_output=True,
-                timeout=timeout,
-                check=False,
+                env=self._environment(network),
+                stdin=subprocess.PIPE if with_stdin else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
         except FileNotFoundError:
             raise GitError("git is not installed, or not on PATH; install it (2.25 or newer)", "") from None
-        except subprocess.TimeoutExpired:
-            raise GitError(f"git {verb} in {self.folder} took longer than {timeout:.0f} s", "") from None
-        if done.returncode != 0:
-            stderr = done.stderr.decode("utf-8", "replace").strip()
-            last = stderr.splitlines()[-1] if stderr else f"exit code {done.returncode}"
-            raise GitError(f"git {verb} in {self.folder}: {last}", stderr)
-        return done.stdout
+
+        def result(stdin: bytes | None, timeout: float | None) -> bytes:
+            try:
+                with process:
+                    out, err = process.communicate(stdin, timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise GitError(f"{where} took longer than {timeout:.0f} s", "") from None
+            except BaseException:
+                process.kill()
+                raise
+            if process.returncode != 0:
+                stderr = err.decode("utf-8", "replace").strip()
+                last = stderr.splitlines()[-1] if stderr else f"exit code {process.returncode}"
+                raise GitError(f"{where}: {last}", stderr)
+            return out
+
+        return result
 
     def line(self, *arguments: str) -> str:
         return self.run(*arguments).decode("utf-8", "surrogateescape").strip()
@@ -107,12 +126,15 @@ class Git:
         return kept
 
 
-def numstat(patches: Sequence[bytes], folder: Path) -> list[tuple[int, int, str]]:
-    """(added, removed, path) of every file section, in order, as git reads the patches. One process for all."""
-    out = Git(folder).run("apply", "--numstat", "-z", "-p1", "-", stdin=b"".join(patches))
-    rows: list[tuple[int, int, str]] = []
-    for record in out.split(b"\0"):
-        if record:
-            added, removed, path = record.split(b"\t", 2)
-            rows.append((int(added), int(removed), path.decode("utf-8", "surrogateescape")))
+def start_numstat(folder: Path) -> Callable[[Sequence[bytes]], list[tuple[int, int, str]]]:
+    """Start git's reading of patches; given them, the result is (added, removed, path) of every file section in order.
+
+    One process for all of them, and its start passes while the patches are parsed here.
+    """
+    result = Git(folder).start("apply", "--numstat", "-z", "-p1", "-", with_stdin=True)
+
+    def rows(patches: Sequence[bytes]) -> list[tuple[int, int, str]]:
+        fields = (record.split(b"\t", 2) for record in result(b"".join(patches), None).split(b"\0") if record)
+        return [(int(added), int(removed), path.decode("utf-8", "surrogateescape")) for added, removed, path in fields]
+
     return rows

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from patchctl.errors import PatchctlError
 from patchctl.series import Problem
@@ -34,8 +33,7 @@ class HunkError(PatchctlError):
     """A hunk that does not fit the file: the message names file, hunk, the expected and the found line."""
 
 
-@dataclass(frozen=True)
-class Hunk:
+class Hunk(NamedTuple):
     """One hunk.
 
     Attributes:
@@ -56,8 +54,7 @@ class Hunk:
     line: int
 
     def reversed(self) -> Hunk:
-        return replace(
-            self,
+        return self._replace(
             old_start=self.new_start,
             new_start=self.old_start,
             old=self.new,
@@ -67,8 +64,7 @@ class Hunk:
         )
 
 
-@dataclass(frozen=True)
-class FilePatch:
+class FilePatch(NamedTuple):
     """What one patch does to one file.
 
     Attributes:
@@ -86,8 +82,7 @@ class FilePatch:
     line: int
 
     def reversed(self) -> FilePatch:
-        return replace(
-            self,
+        return self._replace(
             pre=self.post,
             post=self.pre,
             executable=self.was_executable,
@@ -160,8 +155,7 @@ class FilePatch:
         )
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     """A parsed patch.
 
     Attributes:
@@ -176,8 +170,13 @@ class Patch:
 
     def trailer(self, key: str) -> str | None:
         """The value of `Key: value` in the body, continuation lines joined."""
-        match = re.search(rf"^{re.escape(key)}:[ \t]*(.+(?:\n[ \t]+.+)*)", self.body, re.MULTILINE)
-        return " ".join(match[1].split()) if match else None
+        words: list[str] = []
+        for line in self.body.split("\n"):
+            if words and not line.startswith((" ", "\t")):
+                break
+            if words or line.startswith(f"{key}: "):
+                words.append(line if words else line[len(key) + 2 :])
+        return " ".join(" ".join(words).split()) or None
 
 
 def split_lines(content: bytes) -> list[bytes]:
@@ -215,15 +214,15 @@ class _BadSection(Exception):
     """The rest of this file's section can't be read."""
 
 
-@dataclass
 class _Parser:
-    data: bytes
-    name: str
-    problems: list[Problem] = field(default_factory=list)
-    at: int = 0
+    def __init__(self, data: bytes, name: str) -> None:
+        self.data = data
+        self.name = name
+        self.problems: list[Problem] = []
+        self.lines = data.split(b"\n")
+        self.at = 0
 
     def parse(self) -> tuple[Patch, list[Problem]]:
-        self.lines = self.data.split(b"\n")
         if self.data.startswith(b"\xef\xbb\xbf"):
             self.problem("starts with a byte order mark; save it without", 0)
         if self.lines.pop() != b"":

@@ -6,9 +6,8 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from patchctl.errors import InTheWayError, PatchctlError, UsageError
 
@@ -20,8 +19,7 @@ else:
 _HEX_PREFIX = re.compile(r"[0-9a-f]{7,40}")
 
 
-@dataclass(frozen=True)
-class Upstream:
+class Upstream(NamedTuple):
     """A project the series patches.
 
     Attributes:
@@ -39,8 +37,7 @@ class Upstream:
         return os.environ.get(self.url_variable) or self.url
 
 
-@dataclass(frozen=True)
-class Wheel:
+class Wheel(NamedTuple):
     """A release on PyPI that has the pin's package files, byte for byte."""
 
     requirement: str
@@ -49,8 +46,7 @@ class Wheel:
     python: str | None = None
 
 
-@dataclass(frozen=True)
-class Pin:
+class Pin(NamedTuple):
     """A commit of an upstream that the series is proved on.
 
     Attributes:
@@ -74,8 +70,7 @@ class Pin:
         return f"{self.upstream.name} {self.name}"
 
 
-@dataclass(frozen=True)
-class Pins:
+class Pins(NamedTuple):
     upstreams: Mapping[str, Upstream]
     pins: tuple[Pin, ...]
 

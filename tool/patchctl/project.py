@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from patchctl import patchfile, series
+from patchctl import series
 from patchctl.errors import PatchctlError
-from patchctl.patchfile import Patch
 from patchctl.pins import Pin, Pins, load
 from patchctl.series import Lock, Series
+from patchctl.tree import Tree, TreeState, closest, read_state
+
+if TYPE_CHECKING:
+    from patchctl.patchfile import Patch
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -27,9 +30,13 @@ def default_root() -> Path:
     return checkout if (checkout / "series").is_file() else _PACKAGE / "data"
 
 
-@dataclass(frozen=True)
 class Project:
-    root: Path
+    """Attributes:
+    root: the folder that has `series`, `series.lock`, `patches/` and `configs/pins.toml`.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
 
     @cached_property
     def pins(self) -> Pins:
@@ -73,6 +80,8 @@ class Project:
         Raises:
             PatchctlError: a patch is missing, differs from the lock, or has a problem in its text.
         """
+        from patchctl import patchfile
+
         loaded = []
         for name in self.series.for_pin(pin):
             data = self.patch_bytes(name)
@@ -83,3 +92,9 @@ class Project:
                 )
             loaded.append(patchfile.load(data, name))
         return tuple(loaded)
+
+    def detect(self, tree: Tree, revision: str | None = None) -> TreeState:
+        """The tree's state under the pin that `revision` names, or else under the pin whose files it has."""
+        name = tree.upstream.name
+        pins = (self.pins.resolve(name, revision),) if revision else self.pins.of(name)
+        return closest(read_state(tree, pin, self.lock.for_pin(pin)) for pin in pins)

@@ -10,8 +10,8 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from patchctl.errors import PatchctlError
 from patchctl.pins import Pin, Pins
@@ -19,8 +19,7 @@ from patchctl.pins import Pin, Pins
 _PATCH_NAME = re.compile(r"(?P<upstream>[^/]+)/(?P<number>\d{4})-[A-Za-z0-9._-]+\.patch")
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One line of the series."""
 
     patch: str
@@ -44,8 +43,7 @@ class Entry:
         return not self.only or pin.name in self.only
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """A fault in the series, with the place where it stands."""
 
     path: str
@@ -53,8 +51,7 @@ class Problem:
     message: str
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     entries: tuple[Entry, ...]
 
     def for_pin(self, pin: Pin) -> tuple[str, ...]:
@@ -117,8 +114,7 @@ def _order_problems(entries: list[Entry], pins: Pins) -> Iterable[Problem]:
             last = entry
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What one patch does to one file: its blob id before and after; None where the file does not exist."""
 
     patch: str
@@ -131,8 +127,7 @@ class Step:
 Chain = tuple[Step, ...]
 
 
-@dataclass(frozen=True)
-class Lock:
+class Lock(NamedTuple):
     """series.lock: the sha256 of every patch, and for every pin the chain of blob ids of every file it touches."""
 
     sha256: Mapping[str, str]

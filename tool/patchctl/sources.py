@@ -20,7 +20,6 @@ Say = Callable[[str], None]
 
 _REACH_SECONDS = 30
 _FETCH_SECONDS = 1800
-CHOICES = ("auto", "git", "pypi")
 
 
 def cache_folder() -> Path:

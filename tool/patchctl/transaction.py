@@ -12,16 +12,15 @@ import fcntl
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from patchctl.errors import PARTLY_APPLIED, InTheWayError, PatchctlError
 
 STAGED_SUFFIX = ".patchctl-staged"
 
 
-@dataclass(frozen=True)
-class Write:
+class Write(NamedTuple):
     """A file's new contents.
 
     Attributes:

@@ -10,8 +10,8 @@ import enum
 import hashlib
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from patchctl.errors import InTheWayError, PatchctlError, UsageError
 from patchctl.pins import Pin, Upstream
@@ -23,8 +23,7 @@ def blob_id(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-@dataclass(frozen=True)
-class Tree:
+class Tree(NamedTuple):
     """A folder that has the upstream's package at its top: a checkout, a copy, or site-packages."""
 
     root: Path
@@ -38,8 +37,7 @@ class Tree:
         return (self.root / ".git").exists()
 
 
-@dataclass(frozen=True)
-class FileContent:
+class FileContent(NamedTuple):
     """A file as the series sees it.
 
     Attributes:
@@ -133,8 +131,7 @@ class Progress(enum.Enum):
     MODIFIED = "modified"
 
 
-@dataclass(frozen=True)
-class FileState:
+class FileState(NamedTuple):
     """One file of the series in a tree.
 
     Attributes:
@@ -154,8 +151,7 @@ class FileState:
         return self.chain[0].pre if position == 0 else self.chain[position - 1].post
 
 
-@dataclass(frozen=True)
-class TreeState:
+class TreeState(NamedTuple):
     tree: Tree
     pin: Pin
     files: tuple[FileState, ...]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from patchctl import engine
 from patchctl.errors import UsageError
 from patchctl.project import Project
 from patchctl.tree import Tree, TreeState, open_tree
+
+if TYPE_CHECKING:
+    from patchctl import engine
 
 SRC = Path("src")
 UPSTREAMS = ("verl", "vllm-ascend")
@@ -46,6 +48,13 @@ def revision_options(function: _Function) -> _Function:
     return functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), function)
 
 
+source_option = click.option(
+    "--source",
+    type=click.Choice(("auto", "git", "pypi")),
+    default="auto",
+    show_default=True,
+    help="Where trees come from: git, or the PyPI release that equals the pin; auto tries git first.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 
 
@@ -77,7 +86,7 @@ def states(project: Project, folders: dict[str, Path | None], revisions: dict[st
         options = " or ".join(f"--{name} DIR" for name in folders)
         raise UsageError(f"no tree: give {options}, or run in the folder that has ./{SRC} (see `patchctl fetch`)")
     trees = [open_tree(folder, project.pins.upstreams[name]) for name, folder in given.items()]
-    return [engine.detect(project, tree, revisions.get(tree.upstream.name)) for tree in trees]
+    return [project.detect(tree, revisions.get(tree.upstream.name)) for tree in trees]
 
 
 def tree_document(state: TreeState) -> dict[str, Any]:

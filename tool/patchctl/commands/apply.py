@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from patchctl import engine, sources
+from patchctl import engine
 from patchctl.cli import print_json, say
 from patchctl.commands import _trees
 from patchctl.errors import UsageError
@@ -18,13 +18,7 @@ from patchctl.tree import Progress, open_tree
 @click.command()
 @_trees.revision_options
 @_trees.tree_options
-@click.option(
-    "--source",
-    type=click.Choice(sources.CHOICES),
-    default="auto",
-    show_default=True,
-    help="Where trees that are not given come from.",
-)
+@_trees.source_option
 @click.option("--dry-run", is_flag=True, help="Say what would be done; change nothing.")
 @_trees.json_option
 @click.pass_obj
@@ -59,6 +53,8 @@ def command(
                 raise UsageError(
                     f"--dry-run obtains no tree, and {folder} is not there; run `patchctl fetch` or give --{name}"
                 )
+            from patchctl import sources
+
             say(f"{pin}: from {sources.obtain(pin, folder, source, say)}")
         targets.append(engine.Target(open_tree(folder, project.pins.upstreams[name]), pin))
     outcomes = engine.apply(project, targets, dry_run=dry_run)
@@ -81,7 +77,7 @@ def _pins(project: Project, folders: dict[str, Path | None], revisions: dict[str
         elif name == "vllm-ascend" and "verl" in pins and folder is None:
             pins[name] = project.pins.paired(pins["verl"])
         elif folder is not None:
-            state = engine.detect(project, open_tree(folder, project.pins.upstreams[name]))
+            state = project.detect(open_tree(folder, project.pins.upstreams[name]))
             if state.modified and name == "vllm-ascend" and "verl" in pins:
                 pins[name] = project.pins.paired(pins["verl"])
             else:

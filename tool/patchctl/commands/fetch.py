@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from patchctl import engine, sources
+from patchctl import sources
 from patchctl.cli import print_json, say
 from patchctl.commands import _trees
 from patchctl.errors import InTheWayError, UsageError
@@ -24,13 +24,7 @@ from patchctl.tree import open_tree
     show_default=True,
     help="The folder that gets the trees.",
 )
-@click.option(
-    "--source",
-    type=click.Choice(sources.CHOICES),
-    default="auto",
-    show_default=True,
-    help="git, or the PyPI release that equals the pin.",
-)
+@_trees.source_option
 @_trees.json_option
 @click.pass_obj
 def command(
@@ -66,7 +60,7 @@ def command(
         folder = into / name
         origin = "already there"
         if folder.exists():
-            state = engine.detect(project, open_tree(folder, pin.upstream))
+            state = project.detect(open_tree(folder, pin.upstream))
             if state.pin != pin or state.modified:
                 raise InTheWayError(f"{folder}: is there already and is not {pin}; move it away, or give --into DIR")
         else:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from patchctl import stamp
 from patchctl.cli import print_json
 from patchctl.commands import _trees
 from patchctl.errors import DONE, IN_THE_WAY, PARTLY_APPLIED
@@ -52,6 +51,8 @@ def command(
 
 
 def _document(project: Project, state: TreeState) -> dict[str, object]:
+    from patchctl import stamp
+
     patches = [
         {"patch": patch, "state": _MARK[state.patch_applied(patch)]} for patch in project.series.for_pin(state.pin)
     ]

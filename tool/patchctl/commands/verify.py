@@ -1,0 +1,124 @@
+"""`patchctl verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from patchctl.cli import print_json, say
+from patchctl.commands import _trees
+from patchctl.errors import DONE, FAILED
+from patchctl.project import Project
+from patchctl.tree import TreeState
+from patchctl.verify.findings import Finding
+from patchctl.verify.tree import check_post_images
+
+
+@click.command()
+@_trees.tree_options
+@_trees.revision_options
+@click.option(
+    "--rules-only", is_flag=True, help="Judge the trees by what their code means, not by hash: for unpinned trees."
+)
+@_trees.json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    verl: Path | None,
+    vllm_ascend: Path | None,
+    only: str | None,
+    verl_commit: str | None,
+    vllm_ascend_commit: str | None,
+    rules_only: bool,
+    as_json: bool,
+) -> None:
+    """Prove the series, and the trees given or found in ./src.
+
+    The series: order, guards, every line of every patch, messages, lock. A tree: its files are the lock's, to the
+    hash; and, read from its code, every `debugger.stop()` is preceded by a `log_step`, every start has its stop, the
+    request id that is sent is the one recorded. All findings are reported, with file, line and what to do.
+
+    \b
+    patchctl verify
+    patchctl verify --verl ~/verl --vllm-ascend ~/vllm-ascend
+    patchctl verify --rules-only --vllm-ascend ~/my-vllm-ascend
+    """
+    project: Project = ctx.obj
+    folders = _trees.wanted(only, verl, vllm_ascend)
+    checked: list[dict[str, Any]] = []
+    if not rules_only:
+        checked.append(_series(project))
+    for state in _states(project, folders, {"verl": verl_commit, "vllm-ascend": vllm_ascend_commit}, rules_only):
+        checked.append(_tree(state, rules_only))
+    findings = [finding for check in checked for finding in check["findings"]]
+    if as_json:
+        rows = [{**check, "findings": [_document(finding) for finding in check["findings"]]} for check in checked]
+        print_json({"command": "verify", "ok": not findings, "checked": rows})
+    else:
+        for check in checked:
+            for finding in check["findings"]:
+                click.echo(_placed(finding, check.get("root")))
+            for reason in check["skipped"]:
+                say(f"note: {check['what']}: skipped {reason}")
+            count = len(check["findings"])
+            click.echo(f"{check['what']}: {'ok' if not count else f'{count} findings'} ({check['extent']})")
+    ctx.exit(FAILED if findings else DONE)
+
+
+def _states(
+    project: Project, folders: dict[str, Path | None], revisions: dict[str, str | None], rules_only: bool
+) -> list[TreeState]:
+    found = any(folders.values()) or any((_trees.SRC / name).is_dir() for name in folders)
+    if not found and not rules_only:
+        return []  # the series alone
+    return _trees.states(project, folders, revisions)
+
+
+def _series(project: Project) -> dict[str, Any]:
+    from patchctl.verify.series import check_series  # brings unidiff, which --rules-only does not need
+
+    report = check_series(project)
+    pins = len(project.pins.pins)
+    return {
+        "what": "series",
+        "extent": f"{report.patches} patches, {pins} pins",
+        "findings": report.findings,
+        "skipped": report.skipped,
+    }
+
+
+def _tree(state: TreeState, rules_only: bool) -> dict[str, Any]:
+    from patchctl.verify.rules import check_tree  # the rules read code; the series alone needs none of them
+
+    tree, pin = state.tree, state.pin
+    pinned = not rules_only
+    findings = list(check_post_images(state)) if pinned else []
+    touched = [file.path for file in state.files]
+    if not findings or findings[0].path != ".":
+        expected = pin.debugger_stops if pinned else None
+        findings += check_tree(tree.root, tree.upstream.name, expected, touched)
+    by_hash = f"{len(touched)} files by hash and by rule" if pinned else "by rule"
+    return {
+        "what": f"{pin} in {_trees.at(tree)}" if pinned else f"{tree.upstream.name} in {_trees.at(tree)}",
+        "root": str(tree.root),
+        "extent": by_hash,
+        "findings": tuple(findings),
+        "skipped": (),
+    }
+
+
+def _placed(finding: Finding, root: str | None) -> str:
+    """The finding's line, with the tree's folder before its path."""
+    return f"{root}/{finding}" if root and finding.path != "." else str(finding)
+
+
+def _document(finding: Finding) -> dict[str, Any]:
+    return {
+        "rule": finding.rule,
+        "path": finding.path,
+        "line": finding.line,
+        "message": finding.message,
+        "fix": finding.fix,
+    }
