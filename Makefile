@@ -1,0 +1,59 @@
+# `make run` shows the main job on real upstream code, `make test` proves everything. Nothing needs to be installed
+# by hand but Python 3.10 or newer (with venv and pip), git and make; the rest comes from the package registries.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: run test lint unit e2e bench tree dry-run refresh-check wheel clean
+
+run: $(STAMP)
+	$(BIN)/patchctl apply --verl-commit v0.8.0 --source pypi
+	$(BIN)/patchctl verify
+	$(BIN)/patchctl status
+
+test: lint unit e2e
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/patchctl verify
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests --ignore tests/e2e
+
+# Real engines, the real msprobe, the real runner source; on a CPU.
+e2e: $(STAMP)
+	$(BIN)/python tests/e2e/run.py
+
+# Medians and ratios against peers in the same run; docs/benchmarks.md has the results.
+bench: $(STAMP)
+	$(BIN)/python tests/bench/bench_series.py
+	$(BIN)/python tests/bench/bench_dispatch_logger.py
+
+# Patched trees under build/trees, for reading and for editors.
+tree: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python tests/trees.py
+
+# Fetch every pin afresh, apply, verify, revert.
+dry-run: $(STAMP)
+	$(BIN)/python -m pytest -q tests/test_dry_run.py
+
+refresh-check: $(STAMP)
+	$(BIN)/patchctl refresh --check
+
+wheel: $(STAMP)
+	$(BIN)/python -m pip wheel -q --no-deps -w dist .
+
+clean:
+	rm -rf build dist $(VENV)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "$(PYTHON) is older than 3.10; name a newer one: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+	  || { echo "$(PYTHON) can't make a virtual environment; install its venv module (Debian: apt install python3-venv)" >&2; exit 1; }
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
