@@ -98,12 +98,12 @@ def _tree(state: TreeState, rules_only: bool) -> dict[str, Any]:
     touched = [file.path for file in state.files]
     if not findings or findings[0].path != ".":
         expected = pin.debugger_stops if pinned else None
-        findings += check_tree(tree.root, tree.upstream.name, expected, touched)
-    by_hash = f"{len(touched)} files by hash and by rule" if pinned else "by rule"
+        by_hash = pinned and not findings
+        findings += check_tree(tree.root, tree.upstream.name, expected, touched, unchanged=by_hash)
     return {
         "what": f"{pin} in {_trees.at(tree)}" if pinned else f"{tree.upstream.name} in {_trees.at(tree)}",
         "root": str(tree.root),
-        "extent": by_hash,
+        "extent": f"{len(touched)} files by hash and by rule" if pinned else "by rule",
         "findings": tuple(findings),
         "skipped": (),
     }
