@@ -32,10 +32,11 @@ e2e: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python tests/bench/bench_series.py
 	$(BIN)/python tests/bench/bench_dispatch_logger.py
+	PYTHONPATH=$$($(BIN)/python tests/trees.py verl/v0.8.0) $$($(BIN)/python tests/e2e/setup_env.py) tests/bench/bench_bracket.py
 
 # Patched trees under build/trees, for reading and for editors.
 tree: $(STAMP)
-	PYTHONPATH=tests $(BIN)/python tests/trees.py
+	$(BIN)/python tests/trees.py
 
 # Fetch every pin afresh, apply, verify, revert.
 dry-run: $(STAMP)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import mini_project
 import trees
+from mini_project import Mini
 from patchctl.pins import Pin
 from patchctl.project import Project
 
@@ -77,3 +81,26 @@ def project() -> Project:
 def _no_project_variable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("PATCHCTL_ROOT", raising=False)
     yield
+
+
+@pytest.fixture(scope="session")
+def shared_mini(tmp_path_factory: pytest.TempPathFactory) -> Mini:
+    """A small synthetic project; shared, so not to be written to."""
+    return mini_project.build(tmp_path_factory.mktemp("mini") / "project", mini_project.standard())
+
+
+@pytest.fixture
+def mini(shared_mini: Mini, tmp_path: Path) -> Mini:
+    """A small synthetic project of the test's own; its upstream repositories are shared."""
+    root = tmp_path / "project"
+    shutil.copytree(shared_mini.root, root)
+    return Mini(root, shared_mini.specs, shared_mini.repositories)
+
+
+@pytest.fixture
+def own_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Upstreams come from where a project's own pins say, and an empty cache is used; gives the cache's folder."""
+    for variable in mini_project.URL_VARIABLES.values():
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATCHCTL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"

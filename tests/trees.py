@@ -1,7 +1,8 @@
 """Upstream trees for the tests: pristine ones, and ones that have the series applied.
 
 They are made under build/ once, from PyPI's wheels or, for pins that have none, from git where PATCHCTL_VERL_URL or
-PATCHCTL_VLLM_ASCEND_URL names a source. `python tests/trees.py` makes all of them.
+PATCHCTL_VLLM_ASCEND_URL names a source. `python tests/trees.py` makes all of them; with pins
+(`verl/v0.8.0`) it makes those and prints only where they are.
 """
 
 from __future__ import annotations
@@ -82,8 +83,11 @@ def applied(pin: Pin) -> Path:
 
 
 if __name__ == "__main__":
+    wanted = sys.argv[1:]
     for each in PROJECT.pins.pins:
+        if wanted and each.key not in wanted:
+            continue
         try:
-            print(f"{each}: {applied(each)}")
+            print(applied(each) if wanted else f"{each}: {applied(each)}")
         except Unavailable as reason:
-            print(f"{each}: skipped: {reason}")
+            print(f"{each}: skipped: {reason}", file=sys.stderr)

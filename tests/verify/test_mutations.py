@@ -35,7 +35,7 @@ GUARDED_LINES = {
     RUNNER: r"log_step\(|if self\._dispatch_logger|attach_dispatch_logger|debugger\.(start|stop|step)\(",
     CLIENT: r"server_request_id",
     ROLLOUTER: r"^import json|\brequests\b|prompt_request|request_chain|\"request_id\": output",
-    BRACKET: r"\.log_step\(|debugger\.(start|stop|step)\(|^        (try|finally):|^            completed = True",
+    BRACKET: r"\.log_step\(|debugger\.(start|stop|step)\(|^        (try|finally):|\b__(enter|exit)__\(",
     PPO: HOOKS,
     FULLY_ASYNC: HOOKS,
     "verl/trainer/constants_ppo.py": HOOKS,
@@ -229,7 +229,6 @@ def test_a_changed_log_is_found_at_every_stop(vllm_ascend: Patched, change: Call
 
 MICRO_BATCH = "micro_batch_dump(self, micro_batch, forward_only=forward_only)"
 CROP = "self._compute_old_log_prob(crop_to_prompts(batch, self.global_steps))"
-TRAINING_LOG = "training_log.log_step(step, fields)"
 
 
 @pytest.mark.parametrize(
@@ -254,11 +253,14 @@ TRAINING_LOG = "training_log.log_step(step, fields)"
         (FSDP, MICRO_BATCH, MICRO_BATCH.replace("micro_batch,", "data,")),
         (FSDP, MICRO_BATCH, MICRO_BATCH.replace("=forward_only", "=True")),
         (BRACKET, "finally:", "except ValueError:"),
+        (BRACKET, "debugger.start(", "debugger.restart("),
         (BRACKET, "debugger.stop()", "debugger.step()"),
-        (BRACKET, TRAINING_LOG, "training_log.log_step(fields, step)"),
-        (BRACKET, TRAINING_LOG, "training_log.log_step(step)"),
-        (BRACKET, TRAINING_LOG, "debugger.log_step(step, fields)"),
-        (BRACKET, "training_log is not None", "batches is not None"),
+        (BRACKET, "training_log.log_step(step, ", "training_log.log_step(step), ("),
+        (BRACKET, "training_log.log_step(step, ", "training_log.log_step(fields=step, step="),
+        (BRACKET, "training_log.log_step(step, ", "training_log.log_step(phase, "),
+        (BRACKET, "training_log.log_step(step, ", "self.debugger.log_step(step, "),
+        (BRACKET, "training_log is not None", "training_log is None"),
+        (BRACKET, "if training_log is not None and", "if self._debugger is not None and"),
     ],
 )
 def test_a_change_in_verl_is_found(verl: Patched, path: str, old: str, new: str) -> None:

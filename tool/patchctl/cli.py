@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
+import os
 import signal
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any, NoReturn
 import click
 
 import patchctl
-from patchctl.errors import INTERRUPTED, USAGE, PatchctlError
+from patchctl.errors import DONE, FAILED, INTERRUPTED, USAGE, PatchctlError
 from patchctl.project import Project, default_root
 
 COMMANDS = {
@@ -80,28 +82,46 @@ def say(message: str) -> None:
 def print_json(document: Any) -> None:
     import json
 
-    click.echo(json.dumps(document, indent=1, ensure_ascii=False))
+    text = json.dumps(document, indent=1, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:  # a terminal of another encoding, or a name that is no Unicode
+        text = json.dumps(document, indent=1)
+    click.echo(text)
 
 
 def main() -> NoReturn:
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    """Run the command line; every error becomes one line on stderr and an exit code."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what a terminal can't show is no reason to fail
     try:
         code = cli.main(prog_name="patchctl", standalone_mode=False)
     except click.UsageError as error:
         error.show()
         code = USAGE
-    except click.exceptions.Exit as error:
+    except click.ClickException as error:
+        say(f"patchctl: {error.format_message()}")
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
         say("patchctl: interrupted")
         code = INTERRUPTED
-    except click.ClickException as error:
-        say(f"patchctl: {error.format_message()}")
-        code = error.exit_code
     except PatchctlError as error:
         say(f"patchctl: {error}")
         code = error.exit_code
-    except BrokenPipeError:  # `patchctl list | head`
-        sys.stderr.close()
-        code = 0
-    sys.exit(code if isinstance(code, int) else 0)
+    except SystemExit:  # click's answer to a broken pipe, as of `patchctl list | head`: the reader has what it wanted
+        code = DONE
+    except OSError as error:
+        say(f"patchctl: {f'{error.filename}: ' if error.filename else ''}{error.strerror}")
+        code = FAILED
+    except Exception as error:
+        if os.environ.get("PATCHCTL_DEBUG"):
+            raise
+        say(f"patchctl: a defect of patchctl: {type(error).__name__}: {error}; PATCHCTL_DEBUG=1 shows where; report it")
+        code = FAILED
+    sys.exit(code if isinstance(code, int) else DONE)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

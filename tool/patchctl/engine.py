@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
 from patchctl.errors import InTheWayError, PatchctlError
 from patchctl.pins import Pin
 from patchctl.project import Project
-from patchctl.transaction import Write, commit, exclusive, staged_path
+from patchctl.transaction import Write, commit, exclusive, put_back, remove_staged
 from patchctl.tree import Progress, Tree, TreeState, read_state
 
 
@@ -112,7 +113,7 @@ def revert(project: Project, targets: Sequence[Target], *, force: bool = False, 
 
 
 def _state(project: Project, target: Target) -> TreeState:
-    return read_state(target.tree, target.pin, project.lock.for_pin(target.pin))
+    return read_state(target.tree, target.pin, project.chains(target.pin))
 
 
 def _outcome(
@@ -162,20 +163,17 @@ def _carry_out(
         _remove_staged(state)
     if not writes:
         return
-    commit(writes)
+    written = commit(writes)
     wrong = [
         state
         for state in (_state(project, target) for target in targets)
         if expected is not None and state.progress is not expected
     ]
     if wrong:  # another program wrote to the tree meanwhile
-        commit([Write(write.path, write.after, write.before) for write in writes])
-        names = ", ".join(file.path for state in wrong for file in state.files if file.position is None) or str(
-            wrong[0].tree
-        )
-        raise PatchctlError(
-            f"{names}: changed while patchctl was writing; the tree is as before: run the command again"
-        )
+        names = ", ".join(file.path for state in wrong for file in state.modified) or str(wrong[0].tree)
+        error = PatchctlError(f"{names}: changed while patchctl was writing, which is undone; run the command again")
+        put_back(written, error)
+        raise error
     if expected is Progress.APPLIED:
         from patchctl import stamp
 
@@ -186,8 +184,7 @@ def _carry_out(
 
 def _remove_staged(state: TreeState) -> None:
     for file in state.files:
-        with contextlib.suppress(OSError):  # a folder that is not there, or not a folder: then nothing was staged
-            staged_path(state.tree.root / file.path).unlink(missing_ok=True)
+        remove_staged(state.tree.root / file.path)
 
 
 def _remove_leftovers(state: TreeState) -> None:
@@ -198,8 +195,10 @@ def _remove_leftovers(state: TreeState) -> None:
         place = state.tree.root / file.path
         if place.exists():
             continue
-        for compiled in (place.parent / "__pycache__").glob(f"{place.stem}.*.pyc"):
-            compiled.unlink(missing_ok=True)
+        if place.suffix == ".py":
+            with contextlib.suppress(OSError):  # another user's: what is compiled from no file is never imported
+                for compiled in (place.parent / "__pycache__").glob(f"{escape(place.stem)}.*.pyc"):
+                    compiled.unlink(missing_ok=True)
         for folder in (place.parent / "__pycache__", *place.parents):
             if folder == state.tree.root:
                 break
@@ -211,9 +210,7 @@ def _in_the_way(project: Project, state: TreeState) -> PatchctlError:
     """Why the series can't be applied to a tree that has files it does not know."""
     tree, pin = state.tree, state.pin
     others: Iterable[TreeState] = (
-        read_state(tree, other, project.lock.for_pin(other))
-        for other in project.pins.of(pin.upstream.name)
-        if other != pin
+        read_state(tree, other, project.chains(other)) for other in project.pins.of(pin.upstream.name) if other != pin
     )
     fitting = [other for other in others if not other.modified]
     if fitting:

@@ -16,7 +16,10 @@ _SETTINGS = (
     "core.autocrlf=false",  # line ends are upstream's, byte for byte
     "core.quotePath=false",  # names as they are
     "core.attributesFile=/dev/null",  # the user's own attributes: eol, filters, diff drivers
+    "core.eol=lf",
     "core.abbrev=40",
+    "apply.whitespace=nowarn",  # no opinion on blanks at line ends
+    "apply.ignoreWhitespace=no",
     "commit.gpgsign=false",
     "tag.gpgsign=false",
     "gc.auto=0",  # no background process after we are gone
@@ -41,7 +44,7 @@ class Git:
     """git in one folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = folder.absolute()  # git takes no relative ceiling
 
     def run(
         self,
@@ -83,22 +86,27 @@ class Git:
                 stderr=subprocess.PIPE,
             )
         except FileNotFoundError:
+            if not self.folder.is_dir():
+                raise GitError(f"{self.folder}: no such folder", "") from None
             raise GitError("git is not installed, or not on PATH; install it (2.25 or newer)", "") from None
+        except OSError as error:
+            raise GitError(f"git can't be run in {self.folder}: {error.strerror}", "") from None
 
         def result(stdin: bytes | None, timeout: float | None) -> bytes:
-            try:
-                with process:
+            with process:  # which waits for its end
+                try:
                     out, err = process.communicate(stdin, timeout)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise GitError(f"{where} took longer than {timeout:.0f} s", "") from None
-            except BaseException:
-                process.kill()
-                raise
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    raise GitError(f"{where} took longer than {timeout:.0f} s", "") from None
+                except BaseException:
+                    process.kill()
+                    raise
             if process.returncode != 0:
                 stderr = err.decode("utf-8", "replace").strip()
-                last = stderr.splitlines()[-1] if stderr else f"exit code {process.returncode}"
-                raise GitError(f"{where}: {last}", stderr)
+                lines = stderr.splitlines() or [f"exit code {process.returncode}"]
+                cause = next((line for line in lines if line.startswith(("fatal: ", "error: "))), lines[-1])
+                raise GitError(f"{where}: {cause}", stderr)
             return out
 
         return result
@@ -118,6 +126,7 @@ class Git:
             kept.update(GIT_CONFIG_GLOBAL=os.devnull, GIT_CONFIG_NOSYSTEM="1")
         kept.update(
             GIT_CEILING_DIRECTORIES=str(self.folder.parent),  # a repository around the folder is not ours
+            GIT_ATTR_NOSYSTEM="1",
             GIT_TERMINAL_PROMPT="0",
             GIT_OPTIONAL_LOCKS="0",
             LC_ALL="C",

@@ -42,6 +42,7 @@ _EXPORT_FLAGS = (
     "--no-cc",
     "--no-add-header",
     "--no-notes",
+    "--no-signoff",
     "--no-cover-letter",
     "--no-encode-email-headers",
     "--src-prefix=a/",
@@ -112,14 +113,16 @@ class Refreshed:
 
     def write(self, root: Path) -> None:
         """Put the new files in place and remove the ones that are no longer listed; the lock comes last."""
-        superfluous = [name for name in self.differing(root) if name not in self.files]
+        differing = self.differing(root)
+        superfluous = [name for name in differing if name not in self.files]
+        changed = [name for name in self.files if name in differing]
         fresh = root / ".refresh"
         shutil.rmtree(fresh, ignore_errors=True)
         try:
-            for name, data in self.files.items():
+            for name in changed:
                 (fresh / name).parent.mkdir(parents=True, exist_ok=True)
-                (fresh / name).write_bytes(data)
-            for name in self.files:  # patches, series, series.lock: in this order
+                (fresh / name).write_bytes(self.files[name])
+            for name in changed:  # patches, series, series.lock: in this order
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 (fresh / name).replace(root / name)
             for name in superfluous:
@@ -253,11 +256,14 @@ def _merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
 
 def _names(project: Project, upstream: str, subjects: Sequence[str]) -> dict[str, str]:
     """Each subject's file name: the one it has, or else a new one; numbers follow the order."""
+    pins = "|".join(re.escape(pin.name) for pin in project.pins.of(upstream))
+    variant = re.compile(rf"\.(?:{pins})\.patch$")
     known: dict[str, str] = {}
     for entry in project.series.entries:
         if entry.upstream == upstream:
-            subject = patchfile.load(project.patch_bytes(entry.patch), entry.patch).subject
-            known.setdefault(subject, entry.patch)
+            # A patch that is damaged still names its subject, and a refresh is what repairs it.
+            subject = patchfile.parse(project.patch_bytes(entry.patch), entry.patch)[0].subject
+            known.setdefault(subject, variant.sub(".patch", entry.patch))
     names: dict[str, str] = {}
     last = 0
     for subject in subjects:

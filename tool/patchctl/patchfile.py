@@ -15,11 +15,16 @@ from patchctl.errors import PatchctlError
 from patchctl.series import Problem
 
 _GIT_HEADER = b"diff --git "
-_HUNK_HEADER = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@(?: .*)?")
+_HUNK_HEADER = re.compile(rb"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@(?: .*)?")
 _INDEX = re.compile(rb"index ([0-9a-f]+)\.\.([0-9a-f]+)(?: (\d{6}))?")
-_ESCAPE = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
+_ESCAPE = re.compile(rb"\\([0-3][0-7]{2}|.)", re.DOTALL)
+_QUOTED = re.compile(rb'"(?:[^"\\]|\\(?:[0-3][0-7]{2}|[abtnvfr"\\]))*"')
 _ESCAPES = {b"a": b"\a", b"b": b"\b", b"t": b"\t", b"n": b"\n", b"v": b"\v", b"f": b"\f", b"r": b"\r"}
 _NOTHING = "0" * 40
+_EMPTY = "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"  # the blob id of no bytes
+_NOT_LAST = r"`\ No newline at end of file` stands behind a line that is not the last line of its side"
+_SHOWN = 160
+_CRLF = "CRLF line ends: the file was converted; check out patches with `*.patch -text`"
 _FILE_MODES = {b"100644", b"100755"}
 _UNSUPPORTED = {
     b"rename from ": "a rename; write it as a deletion and an addition (--no-renames)",
@@ -187,8 +192,9 @@ def split_lines(content: bytes) -> list[bytes]:
 
 
 def show(line: bytes) -> str:
-    """A line for a message."""
-    return repr(line.decode("utf-8", "backslashreplace").rstrip("\n"))
+    """A line for a message, cut where it is long."""
+    text = line.decode("utf-8", "backslashreplace").rstrip("\n")
+    return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")
 
 
 def parse(data: bytes, name: str) -> tuple[Patch, list[Problem]]:
@@ -232,13 +238,13 @@ class _Parser:
         files = list(self.file_sections())
         if not files and not self.problems:
             self.problem("changes no file", 0)
-        paths = [file.path for file in files]
+        seen: set[str] = set()
         for file in files:
-            if paths.count(file.path) > 1:
+            if file.path in seen:
                 self.problem(f"{file.path} has two sections in one patch", file.line - 1)
-                break
-        if any(problem.message.startswith("CRLF") for problem in self.problems):  # one cause, one line
-            self.problems = [p for p in self.problems if p.message.startswith("CRLF")][:1]
+            seen.add(file.path)
+        if crlf := [problem for problem in self.problems if problem.message == _CRLF]:  # one cause, one line
+            self.problems = crlf[:1]
         return self.header(message, files), self.problems
 
     def problem(self, message: str, at: int | None = None) -> None:
@@ -252,7 +258,7 @@ class _Parser:
     def message_lines(self) -> Iterator[bytes]:
         while (line := self.peek()) is not None and not line.startswith(_GIT_HEADER):
             if line.endswith(b"\r"):
-                self.problem("CRLF line ends: the file was converted; check out patches with `*.patch -text`")
+                self.problem(_CRLF)
                 self.at = len(self.lines)
                 return
             if line.startswith((b"diff ", b"@@ ", b"Index: ", b"--- a/", b"+++ ")):
@@ -281,12 +287,13 @@ class _Parser:
                 try:
                     section = self.file_section()
                 except _BadSection:
+                    self.at = max(self.at, start + 1)
                     self.skip_to_next_file()
                 else:
                     if not any(p.line is not None and p.line > start for p in self.problems):
                         yield section
-            elif line == b"-- " and all(not rest.startswith(_GIT_HEADER) for rest in self.lines[self.at :]):
-                return  # the signature of format-patch
+            elif self.is_signature():
+                return
             elif line == b"":
                 self.at += 1
             elif line.startswith((b"diff --cc ", b"diff --combined ", b"@@@ ")):
@@ -297,6 +304,22 @@ class _Parser:
                 kind = "a hunk's line" if line[:1] in b"+- \\" else "this line"
                 self.problem(f"{kind} is counted by no hunk header, and would be dropped in silence: {show(line)}")
                 self.at += 1
+
+    def counted_signature(self, old_left: int, new_left: int) -> bool:
+        """Whether the line just counted, a removal of `- ` and the hunk's last, is really the patch's signature."""
+        if old_left or new_left:
+            return False
+        self.at -= 1
+        try:
+            return self.is_signature()
+        finally:
+            self.at += 1
+
+    def is_signature(self) -> bool:
+        """Whether the rest is what format-patch puts below a patch: `-- `, a line that says which git, blank lines."""
+        rest = self.lines[self.at : self.at + 2]
+        blank = not any(self.lines[self.at + 2 :])
+        return rest[0] == b"-- " and blank and re.fullmatch(rb"[0-9][0-9A-Za-z. ()-]*", rest[-1]) is not None
 
     def skip_to_next_file(self) -> None:
         while (line := self.peek()) is not None and not line.startswith(_GIT_HEADER):
@@ -313,12 +336,14 @@ class _Parser:
         index: tuple[str, str] | None = None
         while (line := self.peek()) is not None and not line.startswith((b"@@", _GIT_HEADER, b"--- ")):
             if line.endswith(b"\r"):
-                self.problem("CRLF line ends: the file was converted; check out patches with `*.patch -text`")
+                self.problem(_CRLF)
                 raise _BadSection
             for prefix, what in _UNSUPPORTED.items():
                 if line.startswith(prefix):
                     self.problem(f"{new_name}: {what}")
                     raise _BadSection
+            if line in self.lines[start + 1 : self.at]:
+                self.problem(f"{new_name}: this line stands there twice: {show(line)}")
             mode = re.fullmatch(rb"(old mode|new mode|new file mode|deleted file mode) (\d{6})", line)
             if mode:
                 modes[mode[1].decode()] = mode[2]
@@ -338,12 +363,20 @@ class _Parser:
                 self.problem(f"{new_name}: {what}; the series carries regular files only", start)
                 raise _BadSection
         creates, deletes = "new file mode" in modes, "deleted file mode" in modes
+        if creates and deletes:
+            self.problem(f"{new_name}: is both created and deleted", start)
+        if ("old mode" in modes) != ("new mode" in modes):
+            self.problem(f"{new_name}: `old mode` and `new mode` come together or not at all", start)
         hunks = self.hunks(new_name, creates, deletes)
+        if creates and any(hunk.old for hunk in hunks):
+            self.problem(f"{new_name}: the file is created, but a hunk has old lines", start)
+        if deletes and any(hunk.new for hunk in hunks):
+            self.problem(f"{new_name}: the file is deleted, but a hunk has new lines", start)
         mode_only = "new mode" in modes and not hunks
         if index is None and not mode_only:
             self.problem(f"{new_name}: no `index` line; export with --full-index", start)
             raise _BadSection
-        if not hunks and not mode_only and not (index and "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391" in index):
+        if not hunks and not mode_only and index not in ((_NOTHING, _EMPTY), (_EMPTY, _NOTHING)):
             self.problem(f"{new_name}: no hunk", start)
         pre, post = index if index else ("", "")
         for side, absent, blob in (("before", creates, pre), ("after", deletes, post)):
@@ -369,6 +402,9 @@ class _Parser:
         return match[1].decode(), match[2].decode()
 
     def header_paths(self, line: bytes) -> tuple[str, str]:
+        if line.endswith(b"\r"):
+            self.problem(_CRLF)
+            raise _BadSection
         rest = line[len(_GIT_HEADER) :]
         quoted = re.fullmatch(rb'("(?:[^"\\]|\\.)*"|\S+) ("(?:[^"\\]|\\.)*"|\S+)', rest)
         half = len(rest) // 2
@@ -382,15 +418,22 @@ class _Parser:
         return self.strip_prefix(old, b"a/"), self.strip_prefix(new, b"b/")
 
     def strip_prefix(self, raw: bytes, prefix: bytes) -> str:
+        if raw.startswith(b'"') and not _QUOTED.fullmatch(raw):
+            self.problem(f"{show(raw)} is not a name that git writes")
+            raise _BadSection
         name = unquote(raw)
         if not name.startswith(prefix):
             self.problem(f"{show(name)} does not start with {prefix.decode()}; export with a/ and b/ prefixes")
             raise _BadSection
-        return name[len(prefix) :].decode("utf-8", "surrogateescape")
+        try:
+            return name[len(prefix) :].decode("utf-8")
+        except UnicodeDecodeError:
+            self.problem(f"{show(name)} is not UTF-8; rename the file")
+            raise _BadSection from None
 
     def check_path(self, path: str) -> None:
         parts = path.split("/")
-        if not path or path.startswith("/") or any(part in ("", ".", "..") for part in parts) or "\0" in path:
+        if any(part in ("", ".", "..") for part in parts) or re.search(r"[\0\n\r]", path):
             self.problem(f"{path!r} is not a safe path inside the tree")
             raise _BadSection
         if any(part.lower() == ".git" for part in parts):
@@ -405,7 +448,7 @@ class _Parser:
         for marker, absent, prefix in ((b"--- ", creates, "a/"), (b"+++ ", deletes, "b/")):
             line = self.peek() or b""
             if line.endswith(b"\r"):
-                self.problem("CRLF line ends: the file was converted; check out patches with `*.patch -text`")
+                self.problem(_CRLF)
                 raise _BadSection
             # git ends a name that has spaces with a tab
             name = unquote(line[4:].removesuffix(b"\t")).decode("utf-8", "surrogateescape")
@@ -427,6 +470,8 @@ class _Parser:
                     f"+{first + delta if hunk.new else first + delta - 1}",
                     hunk.line - 1,
                 )
+            if hunks and not all(side[-1].endswith(b"\n") for side in (hunks[-1].old, hunks[-1].new) if side):
+                self.problem(_NOT_LAST, hunks[-1].line - 1)
             end = first + len(hunk.old) - 1
             delta += len(hunk.new) - len(hunk.old)
             hunks.append(hunk)
@@ -466,6 +511,12 @@ class _Parser:
                     if kind != other:
                         side[-1] = side[-1][:-1]
                 self.at += 1
+            elif kind == b"-" and self.counted_signature(old_left, new_left):
+                self.problem("the hunk counts the mail's signature as a removed line", self.at - 1)
+                raise _BadSection
+        if any(not line.endswith(b"\n") for side in (old, new) for line in side[:-1]):
+            self.problem(_NOT_LAST, start)
+            raise _BadSection
         text_kinds = bytes(kinds)
         leading = len(text_kinds) - len(text_kinds.lstrip(b" "))
         if leading == len(text_kinds):
@@ -502,9 +553,13 @@ def unquote(name: bytes) -> bytes:
 def _decode_words(value: str) -> str:
     if "=?" not in value:
         return value
-    from email.header import decode_header, make_header  # costs 20 ms, and only names with accents need it
+    from email.errors import MessageError  # costs 20 ms, and only names with accents need it
+    from email.header import decode_header, make_header
 
-    return str(make_header(decode_header(value)))
+    try:
+        return str(make_header(decode_header(value)))
+    except (MessageError, LookupError, ValueError):  # an unknown charset, bytes that are not of it
+        return value
 
 
 def numstat(files: Sequence[FilePatch]) -> list[tuple[int, int, str]]:

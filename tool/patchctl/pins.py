@@ -34,7 +34,9 @@ class Upstream(NamedTuple):
     url_variable: str
 
     def fetch_url(self) -> str:
-        return os.environ.get(self.url_variable) or self.url
+        url = os.environ.get(self.url_variable) or self.url
+        # A folder is meant from where the user stands, and git runs elsewhere.
+        return str(Path(url).absolute()) if Path(url).is_dir() else url
 
 
 class Wheel(NamedTuple):
@@ -123,10 +125,17 @@ def load(path: Path) -> Pins:
         pins = tuple(_pin(entry, upstreams) for entry in document["pins"])
     except FileNotFoundError:
         raise PatchctlError(f"{path}: no such file; is this a patchctl project?") from None
+    except OSError as error:
+        raise PatchctlError(f"{path}: can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PatchctlError(f"{path}: not readable as TOML: {error}") from None
     except (KeyError, TypeError, AttributeError) as error:
         raise PatchctlError(f"{path}: a field is missing or unknown: {error}") from None
+    for pin in pins:
+        if not isinstance(pin.commit, str) or not re.fullmatch(r"[0-9a-f]{40}", pin.commit):
+            raise PatchctlError(f"{path}: pin {pin}: its commit is not 40 hex digits")
+        if pin.pairs_with is not None and pin.pairs_with not in [p.name for p in pins if p.upstream != pin.upstream]:
+            raise PatchctlError(f"{path}: pin {pin} goes with {pin.pairs_with!r}, which is no pin of another upstream")
     keys = [pin.key for pin in pins]
     doubled = sorted({key for key in keys if keys.count(key) > 1})
     if doubled:

@@ -14,12 +14,11 @@ from patchctl.tree import FileState, Tree, TreeState, blob_id
 def plan(state: TreeState, patches: Sequence[Patch], *, forward: bool) -> list[Write]:
     """The writes that bring every file of a known state to the end (or the start) of its chain."""
     by_name = {patch.name: {file.path: file for file in patch.files} for patch in patches}
+    crlf = any(file.found.crlf for file in state.files)
     writes = []
     for file in state.files:
-        if file.position is None:
-            continue
         goal = len(file.chain) if forward else 0
-        if file.position == goal:
+        if file.position is None or goal in file.positions:
             continue
         steps = file.chain[file.position :] if forward else tuple(reversed(file.chain[: file.position]))
         content, executable = file.found.content, None
@@ -33,6 +32,9 @@ def plan(state: TreeState, patches: Sequence[Patch], *, forward: bool) -> list[W
             raise PatchctlError(
                 f"series.lock: does not describe what the patches make of {file.path}; run `patchctl refresh`"
             )
+        if content is not None and file.found.content is None and not forward:
+            # Upstream's own file, which the series deleted: it comes back with the line ends that the others have.
+            file = file._replace(found=file.found._replace(crlf=crlf))
         writes.append(_write(state.tree, file, content, executable))
     return writes
 
@@ -72,12 +74,18 @@ def plan_forced(tree: Tree, file: FileState, patches: Sequence[Patch]) -> tuple[
 
 
 def first_mismatch(file: FileState, patches: Sequence[Patch]) -> str | None:
-    content = file.found.content
-    for patch in patches:
-        for change in patch.files:
-            if change.path == file.path:
-                try:
-                    content = change.apply(content, patch.name)
-                except HunkError as error:
-                    return str(error)
+    """Where the patches do not fit an unknown file; None where they do, or are all in it already beside the edits."""
+    forward = [(change, patch.name) for patch in patches for change in patch.files if change.path == file.path]
+    backward = [(change.reversed(), name) for change, name in reversed(forward)]
+    if _misfit(file.found.content, backward) is None:
+        return None
+    return _misfit(file.found.content, forward)
+
+
+def _misfit(content: bytes | None, changes: Sequence[tuple[FilePatch, str]]) -> str | None:
+    try:
+        for change, name in changes:
+            content = change.apply(content, name)
+    except HunkError as error:
+        return str(error)
     return None

@@ -11,7 +11,8 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple
 
 from patchctl.errors import PatchctlError
 from patchctl.pins import Pin, Pins
@@ -89,6 +90,8 @@ def parse(text: str, pins: Pins) -> tuple[Series, list[Problem]]:
                 )
             else:
                 (only if sign == "#+" else without).add(name)
+        if known and not (only or known) - without:
+            problem(number, f"{patch} serves no pin; remove it, or correct its guards")
         entries.append(Entry(patch, number, frozenset(only), frozenset(without)))
     problems += _order_problems(entries, pins)
     return Series(tuple(entries)), problems
@@ -167,12 +170,32 @@ def parse_lock(text: str) -> Lock:
         if document["version"] != 1:
             raise PatchctlError(f"series.lock: version {document['version']} is not known; update patchctl")
         chains = {
-            pin: {path: tuple(Step(**step) for step in chain) for path, chain in files.items()}
+            pin: {_safe(path): _chain(path, steps) for path, steps in files.items()}
             for pin, files in document["pins"].items()
         }
         return Lock(dict(document["patches"]), chains)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PatchctlError(f"series.lock: damaged ({error}); restore it or run `patchctl refresh`") from None
+
+
+def _safe(path: str) -> str:
+    if any(part in ("", ".", "..") for part in path.split("/")) or "\0" in path:
+        raise ValueError(f"{path!r} is not a safe path")
+    return path
+
+
+def _chain(path: str, steps: list[dict[str, Any]]) -> Chain:
+    chain = tuple(Step(**step) for step in steps)
+    for step in chain:
+        if not isinstance(step.patch, str) or not all(
+            isinstance(blob, (str, NoneType)) for blob in (step.pre, step.post)
+        ):
+            raise TypeError(f"a step of {path} has a field of the wrong kind")
+        if step.executable not in (True, False, None):
+            raise TypeError(f"a step of {path} has a field of the wrong kind")
+    if not chain:
+        raise ValueError(f"{path} has no step")
+    return chain
 
 
 def sha256(data: bytes) -> str:

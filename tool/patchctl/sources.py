@@ -15,6 +15,7 @@ from patchctl.errors import PatchctlError
 from patchctl.git import Git, GitError
 from patchctl.pins import Pin, Wheel
 from patchctl.series import sha256
+from patchctl.transaction import exclusive
 
 Say = Callable[[str], None]
 
@@ -32,6 +33,8 @@ def cache_folder() -> Path:
 def obtain(pin: Pin, folder: Path, source: str, say: Say) -> str:
     """Put the pin's tree at `folder`, which must not exist; it appears there complete or not at all.
 
+    Of two runs that obtain the same tree the second waits, and takes what the first made.
+
     With source "auto" git is tried first, and PyPI where git can't be reached and the pin is a release.
 
     Returns:
@@ -39,6 +42,19 @@ def obtain(pin: Pin, folder: Path, source: str, say: Say) -> str:
     Raises:
         PatchctlError: it can't be had from the sources allowed; the message says what each of them answered.
     """
+    if folder.exists():
+        raise PatchctlError(f"{folder}: is there already; move it away or give another place")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PatchctlError(f"{folder}: can't be made: {error.strerror}") from None
+    with exclusive([folder.parent], wait=True):
+        if folder.exists():
+            return "another run"
+        return _obtain(pin, folder, source, say)
+
+
+def _obtain(pin: Pin, folder: Path, source: str, say: Say) -> str:
     reasons = []
     if source in ("auto", "git"):
         try:
@@ -66,12 +82,10 @@ def obtain(pin: Pin, folder: Path, source: str, say: Say) -> str:
 @contextlib.contextmanager
 def _appearing(folder: Path) -> Iterator[Path]:
     """A fresh folder that is renamed to `folder` once it is complete."""
-    if folder.exists():
-        raise PatchctlError(f"{folder}: is there already; move it away or give another place")
     fresh = folder.with_name(f".{folder.name}.fetching")
     try:
         shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed
-        fresh.mkdir(parents=True)
+        fresh.mkdir()
         yield fresh
         fresh.rename(folder)
     except OSError as error:
@@ -93,7 +107,7 @@ def _checkout(pin: Pin, folder: Path, say: Say) -> str:
             raise
         # An old server gives no single commit; its branches and tags hold it.
         git.run("fetch", "--quiet", url, "+refs/*:refs/fetched/*", timeout=_FETCH_SECONDS, network=True)
-    git.run("checkout", "--quiet", "--detach", pin.commit, network=True)
+    git.run("checkout", "--quiet", "--detach", pin.commit)
     return f"git {url}"
 
 

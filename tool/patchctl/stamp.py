@@ -19,7 +19,8 @@ def place(tree: Tree) -> Path:
     git = tree.root / ".git"
     if git.is_dir():
         return git / "patchctl.json"
-    if git.is_file():  # a worktree or a submodule: the file names the folder
+    with contextlib.suppress(OSError, ValueError):  # a file that can't be read, or that names no folder
+        # In a worktree or a submodule `.git` is a file that names the folder.
         named = git.read_text(encoding="utf-8", errors="surrogateescape").partition("gitdir:")[2].strip()
         folder = (tree.root / named).resolve()
         if named and folder.is_dir():
@@ -37,10 +38,14 @@ def write(tree: Tree, pin: Pin, lock: Lock) -> None:
         "applied": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     target = place(tree)
-    fresh = target.with_name(target.name + ".new")
+    fresh = _fresh(target)
     with contextlib.suppress(OSError):
         fresh.write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
         fresh.replace(target)
+
+
+def _fresh(target: Path) -> Path:
+    return target.with_name(target.name + ".new")
 
 
 def read(tree: Tree) -> dict[str, Any] | None:
@@ -53,5 +58,7 @@ def read(tree: Tree) -> dict[str, Any] | None:
 
 
 def remove(tree: Tree) -> None:
+    """Remove the note, and what a run that was killed left of one."""
     with contextlib.suppress(OSError):
+        _fresh(place(tree)).unlink(missing_ok=True)
         place(tree).unlink(missing_ok=True)

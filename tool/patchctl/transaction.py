@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -39,27 +40,44 @@ def staged_path(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def exclusive(folders: Sequence[Path]) -> Iterator[None]:
+def exclusive(folders: Sequence[Path], *, wait: bool = False) -> Iterator[None]:
     """Hold every folder against other runs.
 
     The lock is the kernel's, on the folder itself: it leaves nothing behind and ends with the process.
 
     Raises:
-        InTheWayError: another run holds one of them.
+        InTheWayError: another run holds one of them, and `wait` is not given.
     """
+    operation = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
     with contextlib.ExitStack() as held:
         for folder in sorted(set(folders)):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            held.callback(os.close, descriptor)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+                held.callback(os.close, descriptor)
+                _lock(descriptor, operation, held)
             except BlockingIOError:
                 raise InTheWayError(
                     f"{folder}: another patchctl{_holder(descriptor)} is working on it; wait until it has ended"
                 ) from None
-            except OSError as error:  # a file system without locks (some NFS mounts)
-                raise PatchctlError(f"{folder}: can't be locked: {error.strerror}; copy it to a local disk") from None
+            except OSError as error:
+                raise PatchctlError(f"{folder}: can't be locked: {error.strerror}") from None
         yield
+
+
+def _lock(folder: int, operation: int, held: contextlib.ExitStack) -> None:
+    try:
+        fcntl.flock(folder, operation)
+    except BlockingIOError:
+        raise
+    except OSError:
+        # NFS locks no folders. A file on this machine's own disk stands for it, and holds off this machine's runs.
+        import tempfile
+
+        status = os.fstat(folder)
+        name = Path(tempfile.gettempdir()) / f"patchctl-{status.st_dev:x}-{status.st_ino:x}.lock"
+        descriptor = os.open(name, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        held.callback(os.close, descriptor)
+        fcntl.flock(descriptor, operation)
 
 
 def _holder(descriptor: int) -> str:
@@ -73,12 +91,20 @@ def _holder(descriptor: int) -> str:
     return f" (pid {pids[0]})" if pids else ""
 
 
-def commit(writes: Sequence[Write]) -> None:
+class Written(NamedTuple):
+    """A write that was carried out, and what `stat` said of the file before; None where there was none."""
+
+    write: Write
+    status: os.stat_result | None
+
+
+def commit(writes: Sequence[Write]) -> list[Written]:
     """Carry out every write, or none of them.
 
     Interrupts wait until the files are in place, a matter of milliseconds.
 
     Raises:
+        InTheWayError: a file is not `before` any more; every other file is as before.
         PatchctlError: a file could not be written; the message names it, and every file is as before
             (exit code 4 where even going back failed).
     """
@@ -88,15 +114,21 @@ def commit(writes: Sequence[Write]) -> None:
             if write.after is not None:
                 _stage(write, created)
         with _interrupts_held():
-            _replace_all(writes)
+            return _replace_all(writes)
     except OSError as error:
         raise PatchctlError(f"{_named(error)}: can't be written: {error.strerror}; nothing was changed") from None
     finally:
         for write in writes:
-            staged_path(write.path).unlink(missing_ok=True)
+            remove_staged(write.path)
         for folder in reversed(created):
             with contextlib.suppress(OSError):  # it holds the files that were put in place
                 folder.rmdir()
+
+
+def remove_staged(path: Path) -> None:
+    """Remove what a run that was killed, or that failed, has staged for `path`."""
+    with contextlib.suppress(OSError):  # no such folder, or one that can't be written to: nothing was staged there
+        staged_path(path).unlink(missing_ok=True)
 
 
 def _stage(write: Write, created: list[Path]) -> None:
@@ -104,60 +136,106 @@ def _stage(write: Write, created: list[Path]) -> None:
     for folder in reversed(missing):
         folder.mkdir()
         created.append(folder)
-    _write_staged(write, write.after or b"")
+        _give(folder, folder.parent.stat())
+    status = _status(write.path)
+    mode = None
+    if status is not None:
+        mode = stat.S_IMODE(status.st_mode)
+        if write.executable is not None:
+            # Whoever may read it may execute it, as git does.
+            mode = mode | (mode & 0o444) >> 2 if write.executable else mode & ~0o111
+    _write_staged(write.path, write.after or b"", mode, status, executable=bool(write.executable))
 
 
-def _write_staged(write: Write, content: bytes) -> None:
-    staged = staged_path(write.path)
-    staged.unlink(missing_ok=True)  # of a run that was killed
-    mode = 0o777 if write.executable else 0o666
-    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        with contextlib.suppress(FileNotFoundError):
-            old = write.path.stat()
-            keep = old.st_mode & 0o7777
-            if write.executable is not None:
-                # Whoever may read it may execute it, as git does.
-                keep = keep | (keep & 0o444) >> 2 if write.executable else keep & ~0o111
-            if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()) and os.geteuid() == 0:
-                os.fchown(descriptor, old.st_uid, old.st_gid)
-            os.fchmod(descriptor, keep)
-        file.write(content)
-
-
-def _replace_all(writes: Sequence[Write]) -> None:
-    done: list[Write] = []
+def _write_staged(
+    path: Path, content: bytes, mode: int | None, status: os.stat_result | None, *, executable: bool = False
+) -> None:
+    """Write the copy beside `path`, with the owner of the file it replaces, or else of its folder."""
+    staged = staged_path(path)
     try:
-        for write in writes:
-            done.append(write)
-            if write.after is None:
-                write.path.unlink(missing_ok=True)
-            else:
-                staged_path(write.path).replace(write.path)
+        staged.unlink(missing_ok=True)  # of a run that was killed
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        descriptor = os.open(staged, flags, 0o777 if executable else 0o666)
+        with os.fdopen(descriptor, "wb") as file:
+            _give(descriptor, status or path.parent.stat())
+            if mode is not None:
+                os.fchmod(descriptor, mode)
+            file.write(content)
     except OSError as error:
-        for write in reversed(done):
-            _put_back(write, error)
+        error.filename = error.filename or str(staged)  # a full disk does not say for which file
         raise
 
 
-def _put_back(write: Write, cause: OSError) -> None:
+def _give(file: Path | int, like: os.stat_result) -> None:
+    """Root's files belong to whom the tree belongs; others' to the same group, where they are in it."""
+    mine = os.fstat(file) if isinstance(file, int) else file.stat()
+    if (mine.st_uid, mine.st_gid) != (like.st_uid, like.st_gid):
+        with contextlib.suppress(OSError):  # not ours to give, or an owner that this container can't name
+            os.chown(file, like.st_uid if os.geteuid() == 0 else -1, like.st_gid)
+
+
+def _status(path: Path) -> os.stat_result | None:
     try:
-        if write.before is None:
-            write.path.unlink(missing_ok=True)
-        elif not write.path.exists() or write.path.read_bytes() != write.before:
-            _write_staged(write, write.before)
+        return path.lstat()
+    except FileNotFoundError:
+        return None
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _replace_all(writes: Sequence[Write]) -> list[Written]:
+    done: list[Written] = []
+    try:
+        for write in writes:
+            if _content(write.path) != write.before:
+                raise InTheWayError(f"{write.path}: another program changed it meanwhile; run the command again")
+            done.append(Written(write, _status(write.path)))
+            if write.after is None:
+                write.path.unlink()
+            else:
+                staged_path(write.path).replace(write.path)
+    except (OSError, InTheWayError) as error:
+        put_back(done, error)
+        raise
+    return done
+
+
+def put_back(done: Sequence[Written], cause: OSError | PatchctlError) -> None:
+    """Undo writes because of `cause`: contents, mode, owner and time. What others wrote meanwhile is left alone.
+
+    Raises:
+        PatchctlError: a file could not be put back (exit code 4).
+    """
+    why = f"{_named(cause)}: can't be written: {cause.strerror}" if isinstance(cause, OSError) else str(cause)
+    for write, status in reversed(done):
+        try:
+            if _content(write.path) != write.after:
+                continue
+            if write.before is None or status is None:
+                write.path.unlink()
+                continue
+            _write_staged(write.path, write.before, stat.S_IMODE(status.st_mode), status)
+            os.utime(staged_path(write.path), ns=(status.st_atime_ns, status.st_mtime_ns))
             staged_path(write.path).replace(write.path)
-    except OSError as error:
-        raise PatchctlError(
-            f"{_named(cause)}: can't be written: {cause.strerror}; going back failed too ({_named(error)}: "
-            f"{error.strerror}): the tree is partly applied; free the disk, then run the command again",
-            exit_code=PARTLY_APPLIED,
-        ) from None
+        except OSError as error:
+            raise PatchctlError(
+                f"{why}; going back failed too ({_named(error)}: {error.strerror}): the tree is partly applied; "
+                "free the disk, then run the command again",
+                exit_code=PARTLY_APPLIED,
+            ) from None
 
 
 def _named(error: OSError) -> str:
-    name = str(error.filename2 or error.filename or "a file")
-    return name.replace(STAGED_SUFFIX, "").replace("/.", "/") if STAGED_SUFFIX in name else name
+    """The file that the error is about, by the name it shall have."""
+    path = Path(os.fsdecode(error.filename2 or error.filename or "a file"))
+    if path.name.endswith(STAGED_SUFFIX):
+        path = path.with_name(path.name[1 : -len(STAGED_SUFFIX)])
+    return str(path)
 
 
 @contextlib.contextmanager

@@ -66,23 +66,22 @@ def open_tree(folder: Path, upstream: Upstream) -> Tree:
     """
     package = upstream.package
     name = upstream.name
-    if not folder.exists():
-        raise UsageError(
-            f"{folder}: no such folder; give the {name} checkout or the site-packages that has `{package}/`"
-        )
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: not a folder; give the {name} checkout or the site-packages that has `{package}/`")
-    folder = folder.resolve()
+    give = f"give the {name} checkout or the site-packages that has `{package}/`"
     try:
         names = {entry.name for entry in folder.iterdir()}
-    except PermissionError:
-        raise UsageError(f"{folder}: can't be read; check its permissions") from None
+        folder = folder.resolve()
+    except FileNotFoundError:
+        raise UsageError(f"{folder}: no such folder; {give}") from None
+    except NotADirectoryError:
+        raise UsageError(f"{folder}: not a folder; {give}") from None
+    except OSError as error:
+        raise UsageError(f"{folder}: can't be read: {error.strerror}; {give}") from None
     if (folder / package / "__init__.py").is_file():
         return Tree(folder, upstream)
     if folder.name == package and "__init__.py" in names:
         return Tree(folder.parent, upstream)
     if not names:
-        raise UsageError(f"{folder}: is empty; `patchctl fetch` obtains a {name} tree")
+        raise UsageError(f"{folder}: is empty; remove it, and `patchctl fetch` obtains a {name} tree")
     if {"HEAD", "objects", "refs"} <= names:
         raise UsageError(f"{folder}: a bare repository has no files to patch; add a worktree and give that")
     raise UsageError(f"{folder}: not a {name} tree: it has no {package}/__init__.py")
@@ -135,17 +134,27 @@ class FileState(NamedTuple):
     """One file of the series in a tree.
 
     Attributes:
-        position: how many of its patches are applied; None where its contents are none that the series knows.
+        positions: after how many patches the file stands as it was found; several where patches undo each other,
+            none where its contents are none that the series knows.
     """
 
     path: str
     chain: Chain
     found: FileContent
-    position: int | None
+    positions: tuple[int, ...]
+
+    @property
+    def position(self) -> int | None:
+        """How many of its patches are applied; None where its contents are none that the series knows."""
+        return self.positions[-1] if self.positions else None
+
+    @property
+    def pristine(self) -> bool:
+        return 0 in self.positions
 
     @property
     def applied(self) -> bool:
-        return self.position == len(self.chain)
+        return len(self.chain) in self.positions
 
     def target_blob(self, position: int) -> str | None:
         return self.chain[0].pre if position == 0 else self.chain[position - 1].post
@@ -162,7 +171,7 @@ class TreeState(NamedTuple):
             return Progress.MODIFIED
         if all(file.applied for file in self.files):
             return Progress.APPLIED
-        if all(file.position == 0 for file in self.files):
+        if all(file.pristine for file in self.files):
             return Progress.UNAPPLIED
         return Progress.PARTLY
 
@@ -172,11 +181,13 @@ class TreeState(NamedTuple):
 
     def patch_applied(self, patch: str) -> bool | None:
         """Whether every file of the patch is at or past it; None where that can't be told, or is so for some only."""
+        unapplied = self.progress is Progress.UNAPPLIED
         known = set()
         for file in self.files:
+            position = 0 if unapplied else file.position
             for index, step in enumerate(file.chain):
                 if step.patch == patch:
-                    known.add(None if file.position is None else file.position > index)
+                    known.add(None if position is None else position > index)
         return known.pop() if len(known) == 1 else None
 
 
@@ -193,7 +204,7 @@ def _file_state(tree: Tree, path: str, chain: Chain) -> FileState:
     if len(positions) > 1:  # a patch that changes the mode alone leaves the blob; the bit tells
         fitting = [position for position in positions if _executable_at(chain, position) in (None, found.executable)]
         positions = fitting or positions
-    return FileState(path, chain, found, positions[-1] if positions else None)
+    return FileState(path, chain, found, tuple(positions))
 
 
 def _executable_at(chain: Chain, position: int) -> bool | None:

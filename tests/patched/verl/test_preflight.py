@@ -28,6 +28,7 @@ GOOD: dict[str, Any] = {
     "algorithm": {"rollout_correction": {"bypass_mode": False}},
     "global_profiler": {"tool": None, "steps": None},
     "transfer_queue": {"enable": False},
+    "trainer": {"val_before_train": False},
 }
 MSPROBE: dict[str, Any] = {"task": "statistics", "dump_path": "", "rank": [], "step": [], "level": "L0"}
 PROMPTS = {"DUMP_ON": "1", "PROMPTS_ONLY": "1"}
@@ -155,6 +156,8 @@ def test_remove_padding(verl_tree: Path, found: Any, monkeypatch: pytest.MonkeyP
         (PROMPTS, [("actor_rollout_ref.rollout.engine_kwargs", {})], "no_enable_prefix_caching=True"),
         (PROMPTS, [("actor_rollout_ref.rollout.engine_kwargs", {"vllm": {}})], "no_enable_chunked_prefill=True"),
         (PROMPTS, [("actor_rollout_ref.rollout.enable_prefix_caching", False)], None),
+        (PROMPTS, [("trainer.val_before_train", True)], "set trainer.val_before_train=False"),
+        (PROMPTS, [("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 2)], "splits each prompt"),
         ({"PROMPTS_ONLY": "1"}, [], "without DUMP_ON=1"),
         ({**PROMPTS, "DUMP_PHASE": "all"}, [], "only log_prob is dumped"),
     ],

@@ -37,7 +37,12 @@ def test_flags(verl_tree: Path, text: str, meant: bool) -> None:
 @pytest.mark.parametrize(("name", "value"), [("DUMP_ON", "2"), ("PROMPTS_ONLY", "ja"), ("DUMP_PHASE", "logprob")])
 def test_a_value_that_means_nothing_is_refused(verl_tree: Path, name: str, value: str) -> None:
     with package(verl_tree) as code, pytest.raises(RuntimeError, match=f"{name}='{value}'"):
-        code.settings.DumpSettings.from_env({name: value})
+        code.settings.DumpSettings.from_env({"DUMP_ON": "1", name: value})
+
+
+def test_a_phase_of_another_program_is_no_matter_while_the_dump_is_off(verl_tree: Path) -> None:
+    with package(verl_tree) as code:
+        assert not code.settings.DumpSettings.from_env({"DUMP_PHASE": "compile"}).on
 
 
 def test_forwarded_env(verl_tree: Path) -> None:
