@@ -228,7 +228,7 @@ def _pin_section(upstream: str, pin: PinSpec, commit: str) -> str:
     lines = ["[[pins]]", f'upstream = "{upstream}"', f'name = "{pin.name}"', f'commit = "{commit}"']
     if pin.pairs_with:
         lines.append(f'vllm-ascend = "{pin.pairs_with}"')
-    return "\n".join([*lines, "debugger_stops = 0", ""])
+    return "\n".join([*lines, ""])
 
 
 def _import(repository: Path, pins: Sequence[PinSpec]) -> dict[str, str]:

@@ -360,3 +360,12 @@ def test_patches_that_undo_each_other_are_locked_with_both_steps(tmp_path: Path)
     spec = PinSpec("p1", base, [{"verl/a.py": edit(PY, 3, b"x\n")}, {"verl/a.py": PY}])
     mini = mini_project.build(tmp_path / "p", {"verl": [spec]})
     assert maintain.refresh(mini.project, (), quiet).differing(mini.root) == []
+
+
+def test_a_pin_held_to_the_rules_is_not_locked_while_one_is_broken(mini: Mini) -> None:
+    pins = mini.root / "configs" / "pins.toml"
+    pins.write_text(pins.read_text().replace("[[pins]]\n", "[[pins]]\ndebugger_stops = 1\n", 1))
+    before = files(mini)
+    with pytest.raises(PatchctlError, match=r"the patched tree breaks a rule: .*\[[a-z-]+\]"):
+        refresh(mini)
+    assert files(mini) == before

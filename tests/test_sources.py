@@ -208,7 +208,8 @@ def test_pristine_contents_come_to_the_byte(mini: Mini, own_sources: Path, kind:
     if kind == "wheel":
         pin = with_wheel(pin, own_sources, base)
     for _ in range(2):
-        found = sources.pristine(pin, ["verl/a.py", "verl/__init__.py", "verl/nope.py"], lambda message: None)
+        with sources.pristine(pin, lambda message: None) as archive:
+            found = sources.contents(archive, ["verl/a.py", "verl/__init__.py", "verl/nope.py"])
         assert found == {"verl/a.py": base["verl/a.py"], "verl/__init__.py": b"", "verl/nope.py": None}
 
 
@@ -216,7 +217,7 @@ def test_pristine_contents_that_can_not_be_had_name_the_variable(mini: Mini, tmp
     pin = mini.pin()
     pin = pin._replace(upstream=pin.upstream._replace(url=str(tmp_path / "nowhere")))
     with pytest.raises(PatchctlError, match="set PATCHCTL_VERL_URL to a mirror or a local clone"):
-        sources.pristine(pin, ["verl/a.py"], lambda message: None)
+        sources.pristine(pin, lambda message: None)
 
 
 def test_the_users_settings_do_not_change_what_is_checked_out(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+import tempfile
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from patchctl.project import Project
 from patchctl.series import Chain, Lock, Step
 from patchctl.sources import Say
 from patchctl.tree import blob_id
+from patchctl.verify.rules import check_tree
 
 # Each flag keeps out one way in which the same commit could give other bytes.
 _EXPORT_FLAGS = (
@@ -158,16 +161,43 @@ def refresh(project: Project, folders: Sequence[Path], say: Say) -> Refreshed:
     if problems:
         raise PatchctlError(f"series: {problems[0].message}")
     patches = {name: patchfile.load(data, name) for name, data in texts.items()}
-    chains = {pin.key: _chains(pin, [patches[n] for n in parsed.for_pin(pin)], say) for pin in project.pins.pins}
+    chains = {}
+    for pin in project.pins.pins:
+        with sources.pristine(pin, say) as archive:
+            chains[pin.key], post_images = _chains(pin, [patches[name] for name in parsed.for_pin(pin)], archive)
+            if pin.debugger_stops is not None:
+                _prove(pin, post_images, archive)
     lock = Lock({name: series.sha256(data) for name, data in sorted(texts.items())}, chains)
     files = {f"patches/{name}": data for name, data in texts.items()}
     return Refreshed({**files, "series": listing.encode(), "series.lock": lock.dump().encode()})
 
 
-def _chains(pin: Pin, patches: Sequence[Patch], say: Say) -> dict[str, Chain]:
-    """What the pin's patches make of each file, from the pristine contents."""
+def _prove(pin: Pin, post_images: Mapping[str, bytes | None], archive: zipfile.ZipFile) -> None:
+    """Hold the patched tree to every rule; `verify` asks fewer of a tree that has the lock's hashes.
+
+    Raises:
+        PatchctlError: a rule is broken; names the first place, and how many there are.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        archive.extractall(root, [name for name in archive.namelist() if name.endswith(".py")])
+        for path, content in post_images.items():
+            (root / path).unlink(missing_ok=True)
+            if content is not None:
+                (root / path).parent.mkdir(parents=True, exist_ok=True)
+                (root / path).write_bytes(content)
+        findings = check_tree(root, pin.upstream.name, pin.debugger_stops, list(post_images))
+    if findings:
+        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+        raise PatchctlError(f"{pin}: the patched tree breaks a rule: {findings[0]}{more}")
+
+
+def _chains(
+    pin: Pin, patches: Sequence[Patch], archive: zipfile.ZipFile
+) -> tuple[dict[str, Chain], dict[str, bytes | None]]:
+    """What the pin's patches make of each file, from the pristine contents; and the contents it ends with."""
     touched = sorted({file.path for patch in patches for file in patch.files})
-    contents = sources.pristine(pin, touched, say)
+    contents = sources.contents(archive, touched)
     chains: dict[str, list[Step]] = {path: [] for path in touched}
     for patch in patches:
         for file in patch.files:
@@ -185,7 +215,7 @@ def _chains(pin: Pin, patches: Sequence[Patch], say: Say) -> dict[str, Chain]:
                     executable=file.executable if file.executable or file.pre is not None else None,
                 )
             )
-    return {path: tuple(chain) for path, chain in chains.items()}
+    return {path: tuple(chain) for path, chain in chains.items()}, contents
 
 
 def _export_upstream(
@@ -204,10 +234,10 @@ def _export_upstream(
     exported = {pin.name: by_pin[pin.name].export() for pin in pins}
     subjects = _merged_order([[patch.subject for patch in exported[pin.name]] for pin in pins])
     names = _names(project, upstream, subjects)
-    contents = {
-        pin.name: sources.pristine(pin, sorted({f.path for p in exported[pin.name] for f in p.files}), say)
-        for pin in pins
-    }
+    contents = {}
+    for pin in pins:
+        with sources.pristine(pin, say) as archive:
+            contents[pin.name] = sources.contents(archive, {f.path for p in exported[pin.name] for f in p.files})
     for subject in subjects:
         serving = [pin for pin in pins if any(patch.subject == subject for patch in exported[pin.name])]
         variants: list[tuple[Patch, list[Pin]]] = []

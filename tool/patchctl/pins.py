@@ -53,13 +53,14 @@ class Pin(NamedTuple):
 
     Attributes:
         pairs_with: for a verl pin, the name of the vllm-ascend pin that goes with it.
-        debugger_stops: how many `debugger.stop()` calls the patched tree has.
+        debugger_stops: how many `debugger.stop()` calls the patched tree has; None where the rules about dumps do not
+            apply to it.
     """
 
     upstream: Upstream
     name: str
     commit: str
-    debugger_stops: int
+    debugger_stops: int | None = None
     pairs_with: str | None = None
     wheel: Wheel | None = None
 
@@ -149,7 +150,7 @@ def _pin(entry: Mapping[str, Any], upstreams: Mapping[str, Upstream]) -> Pin:
         upstream=upstreams[entry["upstream"]],
         name=entry["name"],
         commit=entry["commit"],
-        debugger_stops=entry.get("debugger_stops", 0),
+        debugger_stops=entry.get("debugger_stops"),
         pairs_with=entry.get("vllm-ascend"),
         wheel=Wheel(**wheel) if wheel else None,
     )

@@ -7,8 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from patchctl.errors import PatchctlError
@@ -95,6 +96,13 @@ def _appearing(folder: Path) -> Iterator[Path]:
 
 
 def _checkout(pin: Pin, folder: Path, say: Say) -> str:
+    _fetch(pin, folder, say)
+    Git(folder).run("checkout", "--quiet", "--detach", pin.commit)
+    return f"git {pin.upstream.fetch_url()}"
+
+
+def _fetch(pin: Pin, folder: Path, say: Say) -> None:
+    """A repository at `folder` that has the pin's commit."""
     url = pin.upstream.fetch_url()
     git = Git(folder)
     git.run("init", "--quiet")
@@ -107,8 +115,6 @@ def _checkout(pin: Pin, folder: Path, say: Say) -> str:
             raise
         # An old server gives no single commit; its branches and tags hold it.
         git.run("fetch", "--quiet", url, "+refs/*:refs/fetched/*", timeout=_FETCH_SECONDS, network=True)
-    git.run("checkout", "--quiet", "--detach", pin.commit)
-    return f"git {url}"
 
 
 def wheel_file(pin: Pin, wheel: Wheel, say: Say) -> Path:
@@ -147,34 +153,36 @@ def wheel_file(pin: Pin, wheel: Wheel, say: Say) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def pristine(pin: Pin, paths: list[str], say: Say) -> dict[str, bytes | None]:
-    """The pin's own contents of these files; None where it has no such file.
-
-    From the pin's wheel where it has one, else from a clone in the cache that is fetched into by commit.
+def pristine(pin: Pin, say: Say) -> zipfile.ZipFile:
+    """The pin's own files, as an archive: its wheel where it has one, else made from git once and kept in the cache.
 
     Raises:
         PatchctlError: neither can be had.
     """
     if pin.wheel is not None:
-        with zipfile.ZipFile(wheel_file(pin, pin.wheel, say)) as archive:
-            names = set(archive.namelist())
-            return {path: archive.read(path) if path in names else None for path in paths}
-    folder = cache_folder() / "git" / f"{pin.upstream.name}.git"
-    git = Git(folder)
-    if not (folder / "HEAD").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        git.run("init", "--quiet", "--bare")
-    try:
-        git.run("cat-file", "-e", f"{pin.commit}^{{tree}}")
-    except GitError:
-        url = pin.upstream.fetch_url()
-        say(f"{pin}: fetching {pin.commit[:12]} from {url}")
+        return zipfile.ZipFile(wheel_file(pin, pin.wheel, say))
+    kept = cache_folder() / "git" / f"{pin.commit}.zip"
+    if not kept.exists():
         try:
-            git.run("fetch", "--quiet", "--depth=1", "--no-tags", url, pin.commit, timeout=_FETCH_SECONDS, network=True)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+                folder = Path(scratch)
+                _fetch(pin, folder, say)
+                archive = ("archive", "--format=zip", "--output=tree.zip", pin.commit, "--", pin.upstream.package)
+                Git(folder).run(*archive)
+                (folder / "tree.zip").replace(kept)
         except GitError as error:
             raise PatchctlError(
                 f"{pin}: {error}; set {pin.upstream.url_variable} to a mirror or a local clone"
             ) from None
-    listed = git.run("ls-tree", "-r", "--name-only", "-z", pin.commit, "--", *paths).split(b"\0")
-    there = {name.decode("utf-8", "surrogateescape") for name in listed if name}
-    return {path: git.run("cat-file", "blob", f"{pin.commit}:{path}") if path in there else None for path in paths}
+        except OSError as error:
+            raise PatchctlError(
+                f"{kept}: can't be written: {error.strerror}; set PATCHCTL_CACHE to a folder that can"
+            ) from None
+    return zipfile.ZipFile(kept)
+
+
+def contents(archive: zipfile.ZipFile, paths: Iterable[str]) -> dict[str, bytes | None]:
+    """These files' contents; None where there is no such file."""
+    names = set(archive.namelist())
+    return {path: archive.read(path) if path in names else None for path in paths}

@@ -96,7 +96,7 @@ def _tree(state: TreeState, rules_only: bool) -> dict[str, Any]:
     pinned = not rules_only
     findings = list(check_post_images(state)) if pinned else []
     touched = [file.path for file in state.files]
-    if not findings or findings[0].path != ".":
+    if (rules_only or pin.debugger_stops is not None) and not (findings and findings[0].path == "."):
         expected = pin.debugger_stops if pinned else None
         by_hash = pinned and not findings
         findings += check_tree(tree.root, tree.upstream.name, expected, touched, unchanged=by_hash)

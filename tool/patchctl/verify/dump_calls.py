@@ -321,7 +321,7 @@ class _Checker:
         name = dotted(receiver) or ast.unparse(receiver)
         if site.problem:
             self._report(call, f"log_step {site.problem}")
-        if not loggers.is_logger(self.source, site.function, receiver):
+        if not loggers.log_methods(self.source, site.function, receiver):
             self._report(
                 call,
                 f"`{name}` is no logger in `{site.function.name}`: nothing with a log_step is assigned to it",
@@ -459,7 +459,9 @@ class _Checker:
                         f"nothing in class {owner.name} assigns `self.{node.attr}`, which log_step is given",
                         "pass an attribute that the class has",
                     )
-        problem = loggers.wrong_arguments(self.source, function, site.call)
+        assert isinstance(site.call.func, ast.Attribute)
+        definitions = loggers.log_methods(self.source, function, site.call.func.value)
+        problem = loggers.wrong_arguments(next(iter(definitions)), site.call) if len(definitions) == 1 else None
         if problem:
             self._report(site.call, f"log_step is called with wrong arguments: {problem}", "call it as it is defined")
 

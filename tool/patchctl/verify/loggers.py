@@ -15,7 +15,7 @@ from patchctl.verify.source import (
     own_expressions,
 )
 
-_DEPTH = 3
+_DEPTH = 6
 
 
 def values_of_attribute(source: Source, owner: ast.ClassDef, attribute: str) -> list[tuple[Function, ast.expr]]:
@@ -28,11 +28,8 @@ def values_of_attribute(source: Source, owner: ast.ClassDef, attribute: str) -> 
             for statement in function.mentioning(attribute.encode()):
                 if isinstance(statement, ast.Assign):
                     for target in statement.targets:
-                        found += [
-                            (function, value)
-                            for one, value in assigned_pairs(target, statement.value)
-                            if dotted(one) == text
-                        ]
+                        pairs = assigned_pairs(target, statement.value)
+                        found += [(function, value) for one, value in pairs if dotted(one) == text]
                 elif isinstance(statement, ast.AnnAssign) and dotted(statement.target) == text and statement.value:
                     found.append((function, statement.value))
     return found
@@ -66,81 +63,72 @@ def has_attribute(source: Source, owner: ast.ClassDef, attribute: str, apart_fro
     )
 
 
-def is_logger(source: Source, function: Function, node: ast.expr) -> bool:
-    """Whether an expression is a logger where a function uses it: all that is assigned to it is one, or None."""
-    owner = method_owner(function)
-    text = dotted(node)
-    if text is None:
-        return False
-    if text.startswith(("self.", "cls.")) and text.count(".") == 1:
-        if owner is None:
-            return False
-        values = values_of_attribute(source, owner, node.attr if isinstance(node, ast.Attribute) else "")
-        return _are_loggers(source, values)
-    if "." in text:
-        return False
-    if text in function.local_names:
-        arguments = function.node.args
-        for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-            if arg.arg == text:
-                return not function.values_of(text) and _names_logger(source, function, arg.annotation)
-        return _are_loggers(source, [(function, value) for _, value in function.values_of(text)])
-    if function.enclosing is not None and text in function.enclosing.local_names:
-        return is_logger(source, function.enclosing, node)
-    values = [
-        (function, statement.value)
-        for statement in source.tree.body
-        if isinstance(statement, ast.Assign) and any(dotted(target) == text for target in statement.targets)
-    ]
-    return _are_loggers(source, values)
+Methods = frozenset[FunctionNode]
+NONE: Methods = frozenset()
 
 
-def _are_loggers(source: Source, values: list[tuple[Function, ast.expr]]) -> bool:
-    given = [(function, value) for function, value in values if not _is_none(value)]
-    return bool(given) and all(_makes_logger(source, function, value, 0) for function, value in given)
+def log_methods(source: Source, function: Function, node: ast.expr, depth: int = 0) -> Methods:
+    """The `log_step` methods that an expression can have where a function uses it.
 
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
-
-
-def _makes_logger(source: Source, function: Function, value: ast.expr, depth: int) -> bool:
-    """Whether an assigned value is a logger, or can be one beside None."""
+    Empty unless it is a logger: unless all that is assigned to it, in its class or its function, is one, or None.
+    """
     if depth > _DEPTH:
-        return False
-    if isinstance(value, ast.IfExp):
-        branches = [branch for branch in (value.body, value.orelse) if not _is_none(branch)]
-        return bool(branches) and all(_makes_logger(source, function, branch, depth + 1) for branch in branches)
-    if isinstance(value, ast.BoolOp):
-        return _makes_logger(source, function, value.values[-1], depth + 1)
-    if isinstance(value, ast.Call):
-        if dotted(value.func) == "getattr" and len(value.args) >= 2 and isinstance(value.args[1], ast.Constant):
-            attribute = ast.Attribute(value.args[0], str(value.args[1].value), ast.Load())
-            return is_logger(source, function, attribute)
-        callee = source.callee(function, value)
-        if callee is not None:
-            return _gives_logger(source, callee)
-        return bool(log_definitions(source, dotted(value.func) or ""))
-    if dotted(value) is not None:
-        return is_logger(source, function, value)
-    return False
+        return NONE
+    if isinstance(node, ast.IfExp):
+        return _of_all(source, [(function, node.body), (function, node.orelse)], depth)
+    if isinstance(node, ast.BoolOp):
+        return log_methods(source, function, node.values[-1], depth + 1)
+    if isinstance(node, ast.Call):
+        return _of_call(source, function, node, depth)
+    text = dotted(node) or ""
+    root, _, rest = text.partition(".")
+    if isinstance(node, ast.Attribute) and root in ("self", "cls") and rest == node.attr:
+        owner = method_owner(function)
+        return _of_all(source, values_of_attribute(source, owner, rest), depth) if owner is not None else NONE
+    if not isinstance(node, ast.Name):
+        return NONE
+    if text in function.local_names:
+        values = [(function, value) for _, value in function.values_of(text)]
+        given = function.node.args
+        for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs):
+            if arg.arg == text:
+                return NONE if values else _of_annotation(source, arg.annotation)
+        return _of_all(source, values, depth)
+    if function.enclosing is not None and text in function.enclosing.local_names:
+        return log_methods(source, function.enclosing, node, depth + 1)
+    at_top = [statement for statement in source.tree.body if isinstance(statement, ast.Assign)]
+    named = [one for one in at_top if any(dotted(target) == text for target in one.targets)]
+    return _of_all(source, [(function, one.value) for one in named], depth)
 
 
-def _gives_logger(source: Source, function: Function) -> bool:
-    """Whether a function returns a logger, alone or among others, by its annotation."""
-    return _names_logger(source, function, function.node.returns)
+def _of_all(source: Source, values: list[tuple[Function, ast.expr]], depth: int) -> Methods:
+    """The methods of several values of which one is the logger; None among them is no logger and does no harm."""
+    given = [pair for pair in values if not (isinstance(pair[1], ast.Constant) and pair[1].value is None)]
+    found = [log_methods(source, function, value, depth + 1) for function, value in given]
+    return frozenset().union(*found) if all(found) else NONE
 
 
-def _names_logger(source: Source, function: Function, annotation: ast.expr | None) -> bool:
-    if annotation is None:
-        return False
-    for node in ast.walk(annotation):
+def _of_call(source: Source, function: Function, call: ast.Call, depth: int) -> Methods:
+    """The methods of what a call makes: an object of its class, or what the function says it returns."""
+    if dotted(call.func) == "getattr" and len(call.args) >= 2 and isinstance(call.args[1], ast.Constant):
+        attribute = ast.Attribute(call.args[0], str(call.args[1].value), ast.Load())
+        return log_methods(source, function, attribute, depth + 1)
+    callee = source.callee(function, call)
+    if callee is not None:
+        return _of_annotation(source, callee.node.returns)
+    return frozenset(log_definitions(source, dotted(call.func) or ""))
+
+
+def _of_annotation(source: Source, annotation: ast.expr | None) -> Methods:
+    """The methods of the loggers that an annotation names, alone or among others."""
+    found: set[FunctionNode] = set()
+    for node in ast.walk(annotation) if annotation is not None else ():
         text = dotted(node)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value.partition(" ")[0].removeprefix("Optional[").removesuffix("]")
-        if text and log_definitions(source, text):
-            return True
-    return False
+        if text:
+            found.update(log_definitions(source, text))
+    return frozenset(found)
 
 
 def log_definitions(source: Source, name: str, depth: int = 0) -> list[FunctionNode]:
@@ -176,51 +164,35 @@ def log_definitions(source: Source, name: str, depth: int = 0) -> list[FunctionN
     return []
 
 
-def wrong_arguments(source: Source, function: Function, call: ast.Call) -> str | None:
+def wrong_arguments(definition: FunctionNode, call: ast.Call) -> str | None:
     """What a log call gets wrong about the parameters of the log_step it reaches, None where it is right or unknown."""
-    assert isinstance(call.func, ast.Attribute)
-    definition = _definition_of(source, function, call.func.value)
-    if definition is None or any(isinstance(arg, ast.Starred) for arg in call.args):
-        return None
     given = definition.args
     if given.vararg or given.kwarg or any(word.arg is None for word in call.keywords):
         return None
+    if any(isinstance(argument, ast.Starred) for argument in call.args):
+        return None
     names = [arg.arg for arg in (*given.posonlyargs, *given.args)][1:]
+    keyword_only = zip(given.kwonlyargs, given.kw_defaults, strict=True)
     required = names[: len(names) - len(given.defaults)]
-    required += [arg.arg for arg, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
-    keywords = [word.arg for word in call.keywords]
+    required += [arg.arg for arg, default in keyword_only if default is None]
+    keywords = [word.arg for word in call.keywords if word.arg]
+    positional = names[: len(call.args)]
     if len(call.args) > len(names):
         return f"it takes {', '.join(names)}, and gets {len(call.args)}"
-    unknown = [word for word in keywords if word not in names and word not in {arg.arg for arg in given.kwonlyargs}]
-    if unknown:
-        return f"it has no parameter `{unknown[0]}`"
-    missing = [name for name in required if name not in names[: len(call.args)] and name not in keywords]
-    if missing:
-        return f"`{missing[0]}` is missing"
-    for position, argument in enumerate(call.args):
-        text = (dotted(argument) or "").rpartition(".")[2]
-        if text in names and text != names[position]:
-            return f"`{text}` is given as `{names[position]}`"
+    for keyword in keywords:
+        if keyword in positional:
+            return f"`{keyword}` is given twice"
+        if keyword not in names and keyword not in {arg.arg for arg in given.kwonlyargs}:
+            return f"it has no parameter `{keyword}`"
+    for name in required:
+        if name not in positional and name not in keywords:
+            return f"`{name}` is missing"
+    pairs = [*zip(positional, call.args, strict=True), *((word.arg or "", word.value) for word in call.keywords)]
+    for name, argument in pairs:
+        text = (dotted(argument) or "").rpartition(".")[2].lstrip("_")
+        if text in names and text != name:
+            return f"`{text}` is given as `{name}`"
     return None
-
-
-def _definition_of(source: Source, function: Function, receiver: ast.expr) -> FunctionNode | None:
-    """The log_step that a receiver has, where exactly one class can be behind it."""
-    owner = method_owner(function)
-    values: list[ast.expr] = []
-    if isinstance(receiver, ast.Attribute) and dotted(receiver) == f"self.{receiver.attr}" and owner is not None:
-        values = [value for _, value in values_of_attribute(source, owner, receiver.attr)]
-    elif isinstance(receiver, ast.Name):
-        values = [value for _, value in function.values_of(receiver.id)]
-    names: list[str] = []
-    for value in values:
-        if isinstance(value, ast.Call):
-            callee = source.callee(function, value)
-            annotation = callee.node.returns if callee is not None else None
-            names += [dotted(node) or "" for node in ast.walk(annotation)] if annotation is not None else []
-            names.append(dotted(value.func) or "")
-    definitions = {definition for name in names for definition in log_definitions(source, name)}
-    return definitions.pop() if len(definitions) == 1 else None
 
 
 def _log_calls(source: Source) -> list[ast.Call]:
