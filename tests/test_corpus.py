@@ -78,6 +78,7 @@ REFUSED: dict[str, tuple[int | None, str]] = {
     "names-empty-as-difflib-writes-them": (10, "looks like a diff"),
     "no-git-header": (None, "looks like a diff"),
     "quoted-name-with-a-byte-beyond-255": (9, "is not a name that git writes"),
+    "quoted-name-with-a-byte-beyond-255-in-the-file-header": (11, "expected `--- a/f.py`"),
     "quoted-name-with-a-newline": (9, "not a safe path"),
     "name-raw-latin1": (9, "is not UTF-8; rename the file"),
     "emptied-without-a-hunk": (9, "no hunk"),

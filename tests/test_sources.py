@@ -226,6 +226,8 @@ def test_the_users_settings_do_not_change_what_is_checked_out(
     home = tmp_path / "home"
     home.mkdir()
     (home / "attributes").write_text("* text eol=crlf\n")
+    (home / ".config/git").mkdir(parents=True)
+    (home / ".config/git/attributes").write_text("* text eol=crlf\n")
     (home / ".gitconfig").write_text(
         f"[core]\nautocrlf = true\neol = crlf\nattributesFile = {home}/attributes\nhooksPath = {home}\n"
         "[checkout]\ndefaultRemote = x\n[fetch]\nprune = true\nwriteCommitGraph = true\n[submodule]\nrecurse = true\n"
@@ -233,6 +235,7 @@ def test_the_users_settings_do_not_change_what_is_checked_out(
     (home / "post-checkout").write_text("#!/bin/sh\ntouch verl/hook-ran\n")
     (home / "post-checkout").chmod(0o755)
     monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.delenv("GIT_CONFIG_GLOBAL", raising=False)
     obtain(mini.pin(), tmp_path / "t")
     assert tree_files(tmp_path / "t") == mini.spec(mini.pin()).base

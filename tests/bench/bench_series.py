@@ -24,10 +24,9 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tool")]
 
 import trees  # noqa: E402
-
 from patchctl.pins import Pin  # noqa: E402
 
-PATCHCTL = [sys.executable, "-m", "patchctl"]
+PATCHCTL = [sys.executable, "-c", "from patchctl.__main__ import main; main()"]  # as the installed program does
 BARE = [sys.executable, "-c", "import click, unidiff"]
 IDENTITY = {
     "GIT_AUTHOR_NAME": "b",
@@ -35,7 +34,13 @@ IDENTITY = {
     "GIT_COMMITTER_NAME": "b",
     "GIT_COMMITTER_EMAIL": "b@invalid",
 }
-ENVIRONMENT = {**os.environ, **IDENTITY, "PYTHONPATH": str(trees.ROOT / "tool"), "GIT_CONFIG_GLOBAL": os.devnull}
+ENVIRONMENT = {
+    **os.environ,
+    **IDENTITY,
+    "PYTHONPATH": str(trees.ROOT / "tool"),
+    "PYTHONDONTWRITEBYTECODE": "",  # an installed package has its modules compiled, and so do the peers
+    "GIT_CONFIG_GLOBAL": os.devnull,
+}
 
 
 def run(command: list[str], cwd: Path, stdin: bytes | None = None, environment: dict[str, str] = ENVIRONMENT) -> None:
@@ -109,7 +114,8 @@ def long_project(count: int, folder: Path) -> tuple[Path, Path]:
         text = (
             f"From {'0' * 40} Mon Sep 17 00:00:00 2001\nFrom: B <b@invalid>\nDate: Thu, 1 Jan 2026 00:00:00 +0000\n"
             f"Subject: [verl] bench: line {number}\n\nA line.\n\n---\n\ndiff --git a/{path} b/{path}\n"
-            f"index {pre}..{post} 100644\n--- a/{path}\n+++ b/{path}\n@@ -{at - 2},{len(old)} +{at - 2},{len(new)} @@\n{body}"
+            f"index {pre}..{post} 100644\n--- a/{path}\n+++ b/{path}\n"
+            f"@@ -{at - 2},{len(old)} +{at - 2},{len(new)} @@\n{body}"
         )
         (project / "patches" / name).write_text(text)
         names.append(name)
