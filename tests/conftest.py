@@ -19,7 +19,7 @@ _TREES = {"verl_tree": ("verl", "PATCHED_VERL_TREES"), "vllm_ascend_tree": ("vll
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`verl_tree` and `vllm_ascend_tree`: a patched tree of every pin, or the ones that an environment variable lists."""
+    """`verl_tree`, `vllm_ascend_tree`: a patched tree of every pin, or those that an environment variable lists."""
     for name, (upstream, variable) in _TREES.items():
         if name in metafunc.fixturenames:
             if listed := os.environ.get(variable):

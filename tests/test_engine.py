@@ -517,7 +517,7 @@ def test_a_touched_file_with_edits_is_refused_and_every_such_file_is_named(mini:
 
 def test_edits_that_no_hunk_touches_are_called_local_edits(mini: Mini, target: Target) -> None:
     (target.tree.root / "verl/b.py").write_bytes((target.tree.root / "verl/b.py").read_bytes() + b"mine\n")
-    with pytest.raises(InTheWayError, match=r"verl/b.py has local edits.*undo them \(git checkout -- verl/b.py\)"):
+    with pytest.raises(InTheWayError, match=r"verl/b.py has local edits; keep .* undo them \(reinstall"):
         engine.apply(mini.project, [target])
 
 
@@ -538,7 +538,7 @@ def test_a_file_in_the_place_of_a_new_one_is_refused_and_kept(mini: Mini, target
 
 def test_a_missing_file_is_named(mini: Mini, target: Target) -> None:
     (target.tree.root / "verl/b.py").unlink()
-    with pytest.raises(InTheWayError, match=r"verl/b.py is missing; restore it, or check out"):
+    with pytest.raises(InTheWayError, match=r"verl/b.py is missing; restore it \(reinstall"):
         engine.apply(mini.project, [target])
 
 
@@ -560,8 +560,8 @@ def test_another_commit_with_other_files_is_refused_and_both_commits_are_named(m
     head = git(target.tree.root, "rev-parse", "HEAD").decode()[:12]
     with pytest.raises(InTheWayError) as caught:
         engine.apply(mini.project, [target])
-    assert f"HEAD is {head}, the pin is {pin.commit[:12]}" in str(caught.value)
-    assert f"check out {pin.commit}" in str(caught.value)
+    assert f"not verl {pin.name} but commit {head} (the pin is {pin.commit[:12]}): " in str(caught.value)
+    assert "expected 'line 6', found 'line six'" in str(caught.value)
     assert caught.value.exit_code == 3
 
 
@@ -573,7 +573,7 @@ def test_a_tree_of_another_pin_is_refused_and_the_pin_that_fits_is_named(
     tree = mini.pristine(tmp_path / "t", other)
     if patched:
         engine.apply(mini.project, [Target(tree, other)])
-    with pytest.raises(InTheWayError, match=r"its files are those of verl p2, not p1; give that pin, or check out"):
+    with pytest.raises(InTheWayError, match=r"its files are those of verl p2, not p1; give that pin, or another tree"):
         engine.apply(mini.project, [Target(tree, mini.pin())])
 
 
@@ -705,3 +705,36 @@ def test_nothing_of_the_project_is_written_by_apply(mini: Mini, target: Target) 
     engine.apply(Project(mini.root), [target])
     engine.revert(Project(mini.root), [target])
     assert snapshot(mini.root, mtimes=True) == before
+
+
+def test_a_tree_that_another_series_patched_is_told_from_local_edits(mini: Mini, tmp_path: Path) -> None:
+    pin = mini.pin()
+    target = Target(mini.pristine(tmp_path / "t", pin), pin)
+    engine.apply(mini.project, [target])
+    (target.tree.root / "verl/a.py").write_bytes(b"as the older series had it\n")
+    note = stamp.place(target.tree)
+    note.write_text(note.read_text().replace('"series": "', '"series": "0'))
+    for command in (engine.apply, engine.revert):
+        with pytest.raises(InTheWayError, match="another state of the series is applied here"):
+            command(mini.project, [target])
+
+
+def test_an_installed_release_that_is_no_pin_is_called_by_its_version(mini: Mini, tmp_path: Path) -> None:
+    pin = mini.pin()
+    target = Target(mini.pristine(tmp_path / "site-packages", pin), pin)
+    (target.tree.root / "verl-0.7.1.dist-info").mkdir()
+    (target.tree.root / "verl/a.py").write_bytes(b"older\n")
+    with pytest.raises(InTheWayError, match=r"not verl p1 but verl 0\.7\.1: .*; the series serves p1, p2"):
+        engine.apply(mini.project, [target])
+
+
+def test_a_second_forced_revert_finds_nothing_to_do(mini: Mini, tmp_path: Path) -> None:
+    pin = mini.pin()
+    target = Target(mini.pristine(tmp_path / "t", pin), pin)
+    engine.apply(mini.project, [target])
+    path = target.tree.root / "verl/a.py"
+    path.write_bytes(path.read_bytes() + b"# mine\n")
+    engine.revert(mini.project, [target], force=True)
+    before = snapshot(target.tree.root, mtimes=True)
+    assert engine.revert(mini.project, [target], force=True)[0].written == ()
+    assert snapshot(target.tree.root, mtimes=True) == before

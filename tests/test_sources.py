@@ -98,7 +98,7 @@ def test_a_failed_fetch_leaves_nothing_and_names_the_variable(mini: Mini, tmp_pa
         pin = pin._replace(commit="0123456789" * 4)
     else:
         pin = pin._replace(upstream=pin.upstream._replace(url=str(tmp_path / "nowhere")))
-    with pytest.raises(PatchctlError, match="PATCHCTL_VERL_URL names a mirror or a local clone") as caught:
+    with pytest.raises(PatchctlError, match="PATCHCTL_VERL_URL to a mirror or a local clone") as caught:
         obtain(pin, tmp_path / "src/verl")
     assert "\n" not in str(caught.value)
     assert pin.upstream.url in str(caught.value)
@@ -154,7 +154,7 @@ def test_a_wheel_is_unpacked_where_git_can_not_be_reached_and_it_is_said(
     said: list[str] = []
     assert sources.obtain(pin, tmp_path / "t", "auto", said.append) == "PyPI patchctl-test-no-such-package==1"
     assert tree_files(tmp_path / "t") == {"verl/__init__.py": b"", "verl/a.py": b"a\r\n"}
-    assert "git can't be reached" in said[0]
+    assert "not to be had from git" in said[0]
     assert "taking the PyPI release, whose files equal the pin's" in said[0]
 
 
@@ -169,7 +169,7 @@ def test_a_pin_without_a_release_says_that_it_comes_from_git_only(mini: Mini, tm
     pin = mini.pin()
     pin = pin._replace(upstream=pin.upstream._replace(url=str(tmp_path / "nowhere")))
     for source in ("auto", "pypi"):
-        with pytest.raises(PatchctlError, match=r"verl p1: comes from git only .*; set PATCHCTL_VERL_URL to a mirror"):
+        with pytest.raises(PatchctlError, match=r"verl p1: comes from git only: .*; set PATCHCTL_VERL_URL to a mirror"):
             obtain(pin, tmp_path / "t", source)
     assert not (tmp_path / "t").exists()
 

@@ -1,7 +1,7 @@
 """The configuration of a dump run: msprobe's two files, the launch script, and how much disk the run takes.
 
-The dump document's own files are valid, but dump every step of the rollout for ever, at a precision that hides small
-differences, and leave vLLM's prefix cache and chunked prefill on. What is written here is bounded and comparable.
+The dump document's own files are valid, but dump every step of the rollout for as long as it lasts, and its overrides
+leave vLLM's prefix cache and chunked prefill on. What is written here is bounded and comparable.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ def msprobe_config(plan: RunPlan, is_training: bool) -> dict[str, Any]:
         "step": [f"0-{steps - 1}"] if steps > 1 else [0],
         "level": "L0",
         "async_dump": False,
-        "precision": "high",
         "extra_info": False,
     }
     block: dict[str, Any] = {"scope": [], "list": [], "data_mode": ["forward"]}
@@ -112,19 +111,22 @@ def overrides(plan: RunPlan) -> list[tuple[str, str]]:
         (f"{rollout}.n=1", "further samples of a prompt add nothing to compare"),
         (f"{rollout}.enforce_eager=True", "msprobe hooks modules, graphs have none"),
         (f"{rollout}.max_num_seqs=1", "every prefill has a step of its own"),
-        (f"{rollout}.max_num_batched_tokens={max(8192, plan.prompt + plan.response)}", "a whole prompt fits into a step"),
+        (f"{rollout}.max_num_batched_tokens={max(8192, plan.prompt + plan.response)}", "a prompt fits into a step"),
         (f"data.max_prompt_length={plan.prompt}", "the longest prompt of the run"),
         (f"data.max_response_length={plan.response}", "decode steps are dumped as well, and never compared"),
-        (f"{vllm}.additional_config={{dump_config_path:\"{plan.config_dir.rstrip('/')}/config_generate.json\"}}",
-         "msprobe's file of the inference side"),
+        (
+            f'{vllm}.additional_config={{dump_config_path:"{plan.config_dir.rstrip("/")}/config_generate.json"}}',
+            "msprobe's file of the inference side",
+        ),
         (f"{vllm}.no_enable_prefix_caching=True", "rollout.enable_prefix_caching=False reaches vLLM as nothing at all"),
         (f"{vllm}.no_enable_chunked_prefill=True", "likewise"),
         ("trainer.val_before_train=False", "validation would fill the dump first"),
         ("trainer.balance_batch=False", "requests stay in the order of the rollout"),
         (f"{actor}.ppo_mini_batch_size={plan.requests}", "no larger than what is rolled out"),
-    ]  # fmt: skip
+    ]
     if plan.mode == "fully-async":
-        return found + [
+        return [
+            *found,
             ("data.train_batch_size=0", "fully async takes samples one by one"),
             ("data.shuffle=False", "the same prompts in every run"),
             ("actor_rollout_ref.hybrid_engine=False", "rollout and trainer have their own devices"),
@@ -142,8 +144,12 @@ def overrides(plan: RunPlan) -> list[tuple[str, str]]:
 
 def environment(plan: RunPlan) -> dict[str, str]:
     """Environment variables of the run."""
-    found = {"DUMP_ON": "1", "PROMPTS_ONLY": "1", "DUMP_PHASE": "log_prob",
-             "DUMP_CONFIG_PATH": f"{plan.config_dir.rstrip('/')}/config_actor.json"}  # fmt: skip
+    found = {
+        "DUMP_ON": "1",
+        "PROMPTS_ONLY": "1",
+        "DUMP_PHASE": "log_prob",
+        "DUMP_CONFIG_PATH": f"{plan.config_dir.rstrip('/')}/config_actor.json",
+    }
     if plan.mode == "fully-async":
         found["TORCHDYNAMO_DISABLE"] = "1"
     return found
@@ -200,9 +206,12 @@ def read_shape(model: Path) -> ModelShape:
         experts = raw.get("num_experts_per_tok")
         width = raw["moe_intermediate_size"] * experts if experts and "moe_intermediate_size" in raw else None
         return ModelShape(
-            layers=raw["num_hidden_layers"], hidden=hidden, q=heads * head,
-            kv=raw.get("num_key_value_heads", heads) * head, intermediate=width or raw["intermediate_size"],
-        )  # fmt: skip
+            layers=raw["num_hidden_layers"],
+            hidden=hidden,
+            q=heads * head,
+            kv=raw.get("num_key_value_heads", heads) * head,
+            intermediate=width or raw["intermediate_size"],
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PatchctlError(f"`{file}` is no config.json of a causal language model ({error!r})") from error
 
@@ -237,14 +246,45 @@ def human(size: float) -> str:
     return f"{size:.3g} TB"
 
 
-KNOWN_KEYS = frozenset({
-    "task", "dump_path", "rank", "step", "level", "async_dump", "dump_enable", "extra_info", "precision", "risk_level",
-    "custom_op_namespaces", "load", "statistics", "tensor", "acc_check", "structure", "nan_check", "diff_check",
-})  # fmt: skip
-KNOWN_BLOCK_KEYS = frozenset({
-    "scope", "list", "tensor_list", "data_mode", "summary_mode", "slice", "request_id", "file_format", "diff_nums",
-    "check_mode", "white_list", "black_list", "error_data_path",
-})  # fmt: skip
+KNOWN_KEYS = frozenset(
+    {
+        "task",
+        "dump_path",
+        "rank",
+        "step",
+        "level",
+        "async_dump",
+        "dump_enable",
+        "extra_info",
+        "precision",
+        "risk_level",
+        "custom_op_namespaces",
+        "load",
+        "statistics",
+        "tensor",
+        "acc_check",
+        "structure",
+        "nan_check",
+        "diff_check",
+    }
+)
+KNOWN_BLOCK_KEYS = frozenset(
+    {
+        "scope",
+        "list",
+        "tensor_list",
+        "data_mode",
+        "summary_mode",
+        "slice",
+        "request_id",
+        "file_format",
+        "diff_nums",
+        "check_mode",
+        "white_list",
+        "black_list",
+        "error_data_path",
+    }
+)
 
 
 def config_problems(raw: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -267,15 +307,25 @@ def config_problems(raw: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         found.append(("error", f"level {raw.get('level', 'L1 (the default)')} dumps no modules", "set level to L0"))
     for key in ("rank", "step"):
         if not isinstance(raw.get(key, []), list):
-            found.append(("error", f"`{key}` is {raw[key]!r}", "write a list: [] or [0, 1] or [\"0-31\"]"))
+            found.append(("error", f"`{key}` is {raw[key]!r}", 'write a list: [] or [0, 1] or ["0-31"]'))
     if raw.get("step", []) == []:
-        found.append(("warning", "`step` is empty: every decode step is dumped as well, for as long as the run lasts",
-                      "give a bounded list, for example [\"0-31\"]"))  # fmt: skip
+        found.append(
+            (
+                "warning",
+                "`step` is empty: every decode step is dumped as well, for as long as the run lasts",
+                'give a bounded list, for example ["0-31"]',
+            )
+        )
     if raw.get("async_dump"):
-        found.append(("warning", "async_dump keeps references until the step ends: kernels that write in place change them",
-                      "set async_dump to false"))  # fmt: skip
-    if raw.get("precision", "low") == "low":
-        found.append(("warning", "statistics are rounded to the tensor's dtype (precision low)", "set precision to high"))
+        found.append(
+            (
+                "warning",
+                "async_dump keeps references until the step ends, which kernels that write in place change",
+                "set async_dump to false",
+            )
+        )
+    if raw.get("precision", "low") != "low":
+        found.append(("error", "precision high leaves norm and mean out of the statistics", "set precision to low"))
     found += _path_problems(raw.get("dump_path"))
     found += _block_problems(block if isinstance(block, Mapping) else {}, str(task))
     return found
@@ -285,8 +335,13 @@ def _path_problems(path: object) -> list[tuple[str, str, str]]:
     if not isinstance(path, str) or not path:
         return [("error", "no dump_path", "add dump_path")]
     if not MSPROBE_PATH.match(path):
-        return [("error", f"msprobe refuses the characters of dump_path `{path}`, after the model was loaded",
-                 "use letters, digits and _ . : / - only")]  # fmt: skip
+        return [
+            (
+                "error",
+                f"msprobe refuses the characters of dump_path `{path}`, after the model was loaded",
+                "use letters, digits and _ . : / - only",
+            )
+        ]
     return []
 
 
@@ -298,12 +353,17 @@ def _block_problems(block: Mapping[str, Any], task: str) -> list[tuple[str, str,
     modes = block.get("data_mode", ["all"])
     allowed = {"all", "forward", "backward", "input", "output"}
     if not isinstance(modes, list) or not set(map(str, modes)) <= allowed or ("all" in modes and len(modes) > 1):
-        found.append(("error", f"{task}.data_mode is {modes!r}", "write [\"forward\"]"))
+        found.append(("error", f"{task}.data_mode is {modes!r}", 'write ["forward"]'))
     elif "forward" not in modes and "all" not in modes:
-        found.append(("error", f"{task}.data_mode {modes!r} leaves inputs or outputs out", "write [\"forward\"]"))
+        found.append(("error", f"{task}.data_mode {modes!r} leaves inputs or outputs out", 'write ["forward"]'))
     if block.get("summary_mode", "statistics") != "statistics":
-        found.append(("error", f"{task}.summary_mode {block['summary_mode']} cannot be compared between engines",
-                      "set summary_mode to statistics"))  # fmt: skip
+        found.append(
+            (
+                "error",
+                f"{task}.summary_mode {block['summary_mode']} cannot be compared between engines",
+                "set summary_mode to statistics",
+            )
+        )
     if block.get("list"):
         found.append(("warning", f"{task}.list dumps some modules only", "leave it empty to compare every layer"))
     return found

@@ -21,11 +21,31 @@ from typing import Any
 from patchctl.config_files import ModelShape, RunPlan, config_problems, estimate_disk, human
 from patchctl.errors import PatchctlError
 
-PACKAGES = ("mindstudio-probe", "msprobe", "torch", "torch-npu", "vllm", "vllm-ascend", "verl", "transformers",
-            "megatron-core", "mbridge", "ray")  # fmt: skip
+PACKAGES = (
+    "mindstudio-probe",
+    "msprobe",
+    "torch",
+    "torch-npu",
+    "vllm",
+    "vllm-ascend",
+    "verl",
+    "transformers",
+    "megatron-core",
+    "mbridge",
+    "ray",
+)
 PROBED = ("26.0.0", "26.2.0")
-VARIABLES = ("DUMP_ON", "DUMP_PHASE", "PROMPTS_ONLY", "DUMP_CONFIG_PATH", "DUMP_UNSAFE", "TORCHDYNAMO_DISABLE",
-             "VLLM_USE_V2_MODEL_RUNNER", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "RAY_ADDRESS")  # fmt: skip
+VARIABLES = (
+    "DUMP_ON",
+    "DUMP_PHASE",
+    "PROMPTS_ONLY",
+    "DUMP_CONFIG_PATH",
+    "DUMP_UNSAFE",
+    "TORCHDYNAMO_DISABLE",
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
+    "RAY_ADDRESS",
+)
 # Runs in the interpreter of the training or the inference environment.
 _PROBE = """
 import importlib.metadata as m, importlib.util as u, json, os, platform, sys
@@ -88,21 +108,37 @@ def check_packages(packages: Mapping[str, str | None]) -> Iterator[Finding]:
     """msprobe is there and is the right project; the pieces that must agree do."""
     msprobe, other = packages.get("mindstudio-probe"), packages.get("msprobe")
     if other is not None:
-        yield Finding("error", "packages", f"`msprobe` {other} from PyPI is another project",
-                      "pip uninstall msprobe; pip install --force-reinstall mindstudio-probe")  # fmt: skip
+        yield Finding(
+            "error",
+            "packages",
+            f"`msprobe` {other} from PyPI is another project",
+            "pip uninstall msprobe; pip install --force-reinstall mindstudio-probe",
+        )
     if msprobe is None:
-        yield Finding("error", "packages", "msprobe (mindstudio-probe) is missing: nothing will be dumped",
-                      "pip install mindstudio-probe==26.2.0")  # fmt: skip
+        yield Finding(
+            "error",
+            "packages",
+            "msprobe (mindstudio-probe) is missing: nothing will be dumped",
+            "pip install mindstudio-probe==26.2.0",
+        )
     elif msprobe not in PROBED:
-        yield Finding("warning", "packages", f"mindstudio-probe {msprobe} was never tried, only {' and '.join(PROBED)}",
-                      "compare a few steps first, or install one of these")  # fmt: skip
+        yield Finding(
+            "warning",
+            "packages",
+            f"mindstudio-probe {msprobe} was never tried, only {' and '.join(PROBED)}",
+            "compare a few steps first, or install one of these",
+        )
     else:
         yield Finding("ok", "packages", f"mindstudio-probe {msprobe}")
     if packages.get("torch") is None:
-        yield Finding("error", "packages", "torch is missing in this environment", "run with --python of the training environment")
+        yield Finding(
+            "error", "packages", "torch is missing in this environment", "run with --python of the training environment"
+        )
     vllm, ascend = packages.get("vllm"), packages.get("vllm-ascend")
     if vllm and ascend and vllm.split(".")[:2] != ascend.split(".")[:2]:
-        yield Finding("error", "packages", f"vllm {vllm} with vllm-ascend {ascend}", "install the same minor version of both")
+        yield Finding(
+            "error", "packages", f"vllm {vllm} with vllm-ascend {ascend}", "install the same minor version of both"
+        )
 
 
 def check_trees(states: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
@@ -137,8 +173,12 @@ def check_configs(generate: Path | None, actor: Path | None) -> Iterator[Finding
         if left.get("task", "statistics") != right.get("task", "statistics"):
             yield Finding("error", "msprobe config", "the two files have different tasks", "set the same task in both")
         if left.get("dump_path") == right.get("dump_path"):
-            yield Finding("error", "msprobe config", "both sides dump into one folder and overwrite each other",
-                          "give each file a dump_path of its own")  # fmt: skip
+            yield Finding(
+                "error",
+                "msprobe config",
+                "both sides dump into one folder and overwrite each other",
+                "give each file a dump_path of its own",
+            )
 
 
 def check_dump_path(path: str, config: str) -> Iterator[Finding]:
@@ -147,9 +187,12 @@ def check_dump_path(path: str, config: str) -> Iterator[Finding]:
         return
     folder = Path(path)
     if folder.is_dir() and any(folder.iterdir()):
-        yield Finding("error", "dump path", f"{path} is not empty: steps of two runs would mix", f"empty it or change {config}")
+        yield Finding(
+            "error", "dump path", f"{path} is not empty: steps of two runs would mix", f"empty it or change {config}"
+        )
     elif folder.exists() and not folder.is_dir():
         yield Finding("error", "dump path", f"{path} is not a folder", f"change dump_path in {config}")
+        return
     parent = next((place for place in (folder, *folder.absolute().parents) if place.exists()), Path("/"))
     if not os.access(parent, os.W_OK | os.X_OK):
         yield Finding("error", "dump path", f"{parent} is not writable for this user", f"change dump_path in {config}")
@@ -176,44 +219,77 @@ def check_variables(variables: Mapping[str, str], forwards: bool | None) -> Iter
     `forwards`: the patched verl forwards them itself; None when that is not known.
     """
     if variables.get("DUMP_ON") != "1":
-        yield Finding("warning", "environment", "DUMP_ON is not 1 in this shell", "export DUMP_ON=1 where verl is started")
+        yield Finding(
+            "warning", "environment", "DUMP_ON is not 1 in this shell", "export DUMP_ON=1 where verl is started"
+        )
     if variables.get("PROMPTS_ONLY") != "1":
-        yield Finding("warning", "environment", "PROMPTS_ONLY is not 1: training would see the responses too",
-                      "export PROMPTS_ONLY=1")  # fmt: skip
+        yield Finding(
+            "warning",
+            "environment",
+            "PROMPTS_ONLY is not 1: training would see the responses too",
+            "export PROMPTS_ONLY=1",
+        )
     if variables.get("DUMP_PHASE", "log_prob") not in ("log_prob", "all"):
-        yield Finding("error", "environment", f"DUMP_PHASE={variables['DUMP_PHASE']} does not dump the log_prob pass",
-                      "export DUMP_PHASE=log_prob")  # fmt: skip
+        yield Finding(
+            "error",
+            "environment",
+            f"DUMP_PHASE={variables['DUMP_PHASE']} does not dump the log_prob pass",
+            "export DUMP_PHASE=log_prob",
+        )
     if variables.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("", "0"):
-        yield Finding("error", "environment", "the v2 model runner (VLLM_USE_V2_MODEL_RUNNER) has no debugger: no dump, no log",
-                      "unset VLLM_USE_V2_MODEL_RUNNER")  # fmt: skip
+        yield Finding(
+            "error",
+            "environment",
+            "the v2 model runner (VLLM_USE_V2_MODEL_RUNNER) has no debugger: no dump",
+            "unset VLLM_USE_V2_MODEL_RUNNER",
+        )
     config = variables.get("DUMP_CONFIG_PATH", "/home/config_actor.json")
     if not Path(config).is_file():
-        yield Finding("warning", "environment", f"the training side's msprobe config {config} does not exist here",
-                      "set DUMP_CONFIG_PATH to a file that every training machine has")  # fmt: skip
+        yield Finding(
+            "warning",
+            "environment",
+            f"the training side's msprobe config {config} does not exist here",
+            "set DUMP_CONFIG_PATH to a file that every training machine has",
+        )
     if forwards is False:
-        yield Finding("error", "environment", "this verl does not forward the variables to its Ray workers",
-                      "apply the series, or set +ray_kwargs.ray_init.runtime_env.env_vars.DUMP_ON=1 and the like")  # fmt: skip
+        yield Finding(
+            "error",
+            "environment",
+            "this verl does not forward the variables to its Ray workers",
+            "apply the series, or add +ray_kwargs.ray_init.runtime_env.env_vars.DUMP_ON=1 and so on",
+        )
     elif forwards:
         yield Finding("ok", "environment", "verl forwards the dump's variables to its Ray workers")
     if variables.get("RAY_ADDRESS") and not forwards:
-        yield Finding("warning", "environment", "RAY_ADDRESS points to a running cluster, whose workers have its own environment",
-                      "start the cluster with the variables set, or use a patched verl")  # fmt: skip
+        yield Finding(
+            "warning",
+            "environment",
+            "RAY_ADDRESS names a running cluster, whose workers have its environment",
+            "start the cluster with the variables set, or use a patched verl",
+        )
 
 
+_VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 _WANTED = (
     # override, values that are right, what else happens
-    ("actor_rollout_ref.actor.use_dynamic_bsz", ("False", "false"), "dynamic batches pack several requests into one step"),
+    ("actor_rollout_ref.actor.use_dynamic_bsz", ("False", "false"), "dynamic batches pack requests into one step"),
     ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", ("1",), "several requests share a training step"),
     ("actor_rollout_ref.rollout.n", ("1",), "every prompt is dumped n times"),
     ("actor_rollout_ref.rollout.enforce_eager", ("True", "true"), "graphs have no modules to hook"),
     ("actor_rollout_ref.model.use_remove_padding", ("True", "true"), "prompts are padded"),
-    ("actor_rollout_ref.rollout.engine_kwargs.vllm.no_enable_prefix_caching", ("True", "true"),
-     "cached tokens are missing from the prefill"),
-    ("actor_rollout_ref.rollout.engine_kwargs.vllm.no_enable_chunked_prefill", ("True", "true"),
-     "a prefill is cut in several steps"),
+    (
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.no_enable_prefix_caching",
+        ("True", "true"),
+        "cached tokens are missing from the prefill",
+    ),
+    (
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.no_enable_chunked_prefill",
+        ("True", "true"),
+        "a prefill is cut in several steps",
+    ),
     ("trainer.val_before_train", ("False", "false"), "validation fills the dump first"),
     ("trainer.balance_batch", ("False", "false"), "requests change their order"),
-)  # fmt: skip
+)
 
 
 def check_overrides(settings: Mapping[str, str]) -> Iterator[Finding]:
@@ -226,19 +302,33 @@ def check_overrides(settings: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding("error", "launch", f"{key} {shown}: {otherwise}", f"add {plus}{key}={right[0]}")
     for feature in ("prefix_caching", "chunked_prefill"):
         if f"actor_rollout_ref.rollout.enable_{feature}" in settings:
-            yield Finding("warning", "launch", f"rollout.enable_{feature}=False reaches vLLM as nothing at all",
-                          f"use +actor_rollout_ref.rollout.engine_kwargs.vllm.no_enable_{feature}=True")  # fmt: skip
+            yield Finding(
+                "warning",
+                "launch",
+                f"rollout.enable_{feature}=False reaches vLLM as nothing at all",
+                f"use +{_VLLM}.no_enable_{feature}=True",
+            )
     tools = ("global_profiler.tool", "actor_rollout_ref.actor.profiler.tool")
     if any(settings.get(tool) == "precision_debugger" for tool in tools):
-        yield Finding("error", "launch", "verl's own msprobe integration is on as well: one debugger a process, one of them does nothing",
-                      "remove global_profiler.tool=precision_debugger")  # fmt: skip
-    extra = settings.get("actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config", "")
+        yield Finding(
+            "error",
+            "launch",
+            "verl's own msprobe integration is on as well: a process has one debugger, one does nothing",
+            "remove global_profiler.tool=precision_debugger",
+        )
+    extra = settings.get(f"{_VLLM}.additional_config", "")
     if "dump_config_path" not in extra:
         renamed = " (dump_config was renamed to dump_config_path)" if "dump_config" in extra else ""
-        yield Finding("error", "launch", f"vLLM gets no dump_config_path: the inference side dumps nothing{renamed}",
-                      "add '+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={dump_config_path:\"FILE\"}'")  # fmt: skip
+        yield Finding(
+            "error",
+            "launch",
+            f"vLLM gets no dump_config_path: the inference side dumps nothing{renamed}",
+            f"add '+{_VLLM}.additional_config={{dump_config_path:\"FILE\"}}'",
+        )
     if settings.get("algorithm.rollout_correction.bypass_mode") in ("True", "true"):
-        yield Finding("error", "launch", "bypass mode has no log_prob pass to dump", "set algorithm.rollout_correction=null")
+        yield Finding(
+            "error", "launch", "bypass mode has no log_prob pass to dump", "set algorithm.rollout_correction=null"
+        )
 
 
 def read_overrides(script: Path) -> dict[str, str]:
@@ -280,7 +370,9 @@ def _read_json(path: Path) -> tuple[Mapping[str, Any] | None, Finding]:
     except OSError as error:
         return None, Finding("error", area, f"{path}: {error.strerror}", "write it with `patchctl config`")
     except ValueError as error:
-        return None, Finding("error", area, f"{path} is not plain JSON: {error}", "no comments, no trailing commas, no BOM")
+        return None, Finding(
+            "error", area, f"{path} is not plain JSON: {error}", "no comments, no trailing commas, no BOM"
+        )
     if not isinstance(raw, dict):
         return None, Finding("error", area, f"{path} is no JSON object", "write it with `patchctl config`")
     return raw, Finding("ok", area, str(path))

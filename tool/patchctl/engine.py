@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from patchctl.errors import InTheWayError, PatchctlError
+from patchctl.errors import PatchctlError
 from patchctl.pins import Pin
 from patchctl.project import Project
 from patchctl.transaction import Write, commit, exclusive, put_back, remove_staged
@@ -53,7 +53,9 @@ def apply(project: Project, targets: Sequence[Target], *, dry_run: bool = False)
         states = [_state(project, target) for target in targets]
         for state in states:
             if state.modified:
-                raise _in_the_way(project, state)
+                from patchctl.diagnose import in_the_way
+
+                raise in_the_way(project, state)
         outcomes, writes = [], []
         for target, state in zip(targets, states, strict=True):
             planned: list[Write] = []
@@ -80,13 +82,11 @@ def revert(project: Project, targets: Sequence[Target], *, force: bool = False, 
     """
     with exclusive([target.tree.root for target in targets]):
         states = [_state(project, target) for target in targets]
-        if not force:
-            for state in states:
-                if state.modified:
-                    names = ", ".join(file.path for file in state.modified)
-                    raise InTheWayError(
-                        f"{state.tree}: local edits in {names}; undo them, or give --force to revert around them"
-                    )
+        for state in states:
+            if state.modified and not force:
+                from patchctl.diagnose import in_the_way
+
+                raise in_the_way(project, state, reverting=True)
         outcomes, writes = [], []
         for target, state in zip(targets, states, strict=True):
             planned: list[Write] = []
@@ -204,34 +204,3 @@ def _remove_leftovers(state: TreeState) -> None:
                 break
             with contextlib.suppress(OSError):  # it still holds something, or is gone: both are as it should be
                 folder.rmdir()
-
-
-def _in_the_way(project: Project, state: TreeState) -> PatchctlError:
-    """Why the series can't be applied to a tree that has files it does not know."""
-    tree, pin = state.tree, state.pin
-    others: Iterable[TreeState] = (
-        read_state(tree, other, project.chains(other)) for other in project.pins.of(pin.upstream.name) if other != pin
-    )
-    fitting = [other for other in others if not other.modified]
-    if fitting:
-        name = fitting[0].pin.name
-        return InTheWayError(
-            f"{tree}: its files are those of {pin.upstream.name} {name}, not {pin.name}; "
-            f"give that pin, or check out {pin.commit}"
-        )
-    head = _head(tree)
-    where = f" (HEAD is {head[:12]}, the pin is {pin.commit[:12]})" if head and head != pin.commit else ""
-    first = state.modified[0]
-    count = len(state.modified)
-    more = f"; and {count - 1} more: {', '.join(file.path for file in state.modified[1:])}" if count > 1 else ""
-    if first.found.content is None:
-        return InTheWayError(f"{tree}: {first.path} is missing{where}{more}; restore it, or check out {pin.commit}")
-    from patchctl.plan import first_mismatch
-
-    cause = first_mismatch(first, project.patches(pin))
-    if cause:
-        return InTheWayError(f"{tree}: {cause}{where}{more}; check out {pin.commit}, or undo the edits")
-    return InTheWayError(
-        f"{tree}: {first.path} has local edits{where}{more}; "
-        f"commit them elsewhere or undo them (git checkout -- {first.path})"
-    )

@@ -33,11 +33,12 @@ _SETTINGS = (
 
 
 class GitError(PatchctlError):
-    """git ended with an error; `stderr` holds what it said."""
+    """git ended with an error; `stderr` holds what it said, `cause` the line of it that says why."""
 
     def __init__(self, message: str, stderr: str) -> None:
         super().__init__(message)
         self.stderr = stderr
+        self.cause = message.rpartition("fatal: ")[2]
 
 
 class Git:

@@ -34,7 +34,8 @@ class Upstream(NamedTuple):
     url_variable: str
 
     def fetch_url(self) -> str:
-        url = os.environ.get(self.url_variable) or self.url
+        """The mirror or clone that the variable names (`~` is the home folder), else the upstream's own address."""
+        url = os.path.expanduser(os.environ.get(self.url_variable) or self.url)  # noqa: PTH111 - a URL is no path
         # A folder is meant from where the user stands, and git runs elsewhere.
         return str(Path(url).absolute()) if Path(url).is_dir() else url
 

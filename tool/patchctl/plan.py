@@ -62,14 +62,15 @@ def plan_forced(tree: Tree, file: FileState, patches: Sequence[Patch]) -> tuple[
         if copy.exists():
             raise InTheWayError(f"{copy}: is in the way of the copy that a forced revert saves; move it away")
         return [Write(copy, None, content), _write(tree, file, None, None)], copy
+    forward = [(change, patch.name) for patch in patches for change in patch.files if change.path == file.path]
     reverted: bytes | None = file.found.content
-    for patch in reversed(patches):
-        for change in patch.files:
-            if change.path == file.path:
-                try:
-                    reverted = change.reversed().apply(reverted, patch.name)
-                except HunkError as error:
-                    raise InTheWayError(f"{error}: your edits touch the patch's own lines; undo them first") from None
+    try:
+        for change, name in reversed(forward):
+            reverted = change.reversed().apply(reverted, name)
+    except HunkError as error:
+        if _misfit(file.found.content, forward) is None:  # edited, and not patched
+            return [], None
+        raise InTheWayError(f"{error}: your edits touch the patch's own lines; undo them first") from None
     return [_write(tree, file, reverted, None)], None
 
 

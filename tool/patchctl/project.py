@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _REFRESH = "restore it (git checkout), or run `patchctl refresh` if the change is meant"
 _PACKAGE = Path(__file__).resolve().parent
+PACKAGED = _PACKAGE / "data"
+"""The copy of the series that an installed package carries."""
 
 
 def default_root() -> Path:
@@ -29,7 +31,7 @@ def default_root() -> Path:
     if named := os.environ.get("PATCHCTL_ROOT"):
         return Path(named)
     checkout = _PACKAGE.parents[1]
-    return checkout if (checkout / "series").is_file() else _PACKAGE / "data"
+    return checkout if (checkout / "series").is_file() else PACKAGED
 
 
 class Project:

@@ -62,22 +62,24 @@ def _obtain(pin: Pin, folder: Path, source: str, say: Say) -> str:
             with _appearing(folder) as fresh:
                 return _checkout(pin, fresh, say)
         except GitError as error:
-            reasons.append(str(error))
+            reasons.append(f"{pin.upstream.fetch_url()}: {error.cause}")
             if source == "git":
-                raise PatchctlError(
-                    f"{pin}: not to be had from {pin.upstream.fetch_url()}: {error}; "
-                    f"{pin.upstream.url_variable} names a mirror or a local clone"
-                ) from None
+                raise _out_of_reach(pin, reasons[0]) from None
     if pin.wheel is None:
-        cause = f"git: {reasons[0]}" if reasons else "no PyPI release has its files"
-        raise PatchctlError(
-            f"{pin}: comes from git only ({cause}); set {pin.upstream.url_variable} to a mirror or a local clone"
-        )
+        raise _out_of_reach(pin, reasons[0] if reasons else "no PyPI release has its files")
     if reasons:
-        say(f"{pin}: git can't be reached ({reasons[0]}); taking the PyPI release, whose files equal the pin's")
+        say(f"{pin}: not to be had from git ({reasons[0]}); taking the PyPI release, whose files equal the pin's")
     with _appearing(folder) as fresh, zipfile.ZipFile(wheel_file(pin, pin.wheel, say)) as archive:
         archive.extractall(fresh)
     return f"PyPI {pin.wheel.requirement}"
+
+
+def _out_of_reach(pin: Pin, cause: str) -> PatchctlError:
+    """The error for a pin that git can't give; where the user named the place, the place is what is wrong."""
+    variable = pin.upstream.url_variable
+    if os.environ.get(variable):
+        return PatchctlError(f"{pin}: {variable} can't give commit {pin.commit[:12]}: {cause}; correct the variable")
+    return PatchctlError(f"{pin}: comes from git only: {cause}; set {variable} to a mirror or a local clone")
 
 
 @contextlib.contextmanager
@@ -172,9 +174,7 @@ def pristine(pin: Pin, say: Say) -> zipfile.ZipFile:
                 Git(folder).run(*archive)
                 (folder / "tree.zip").replace(kept)
         except GitError as error:
-            raise PatchctlError(
-                f"{pin}: {error}; set {pin.upstream.url_variable} to a mirror or a local clone"
-            ) from None
+            raise _out_of_reach(pin, f"{pin.upstream.fetch_url()}: {error.cause}") from None
         except OSError as error:
             raise PatchctlError(
                 f"{kept}: can't be written: {error.strerror}; set PATCHCTL_CACHE to a folder that can"

@@ -86,7 +86,14 @@ def states(project: Project, folders: dict[str, Path | None], revisions: dict[st
         options = " or ".join(f"--{name} DIR" for name in folders)
         raise UsageError(f"no tree: give {options}, or run in the folder that has ./{SRC} (see `patchctl fetch`)")
     trees = [open_tree(folder, project.pins.upstreams[name]) for name, folder in given.items()]
-    return [project.detect(tree, revisions.get(tree.upstream.name)) for tree in trees]
+    found = [project.detect(tree, revisions.get(tree.upstream.name)) for tree in trees]
+    for state in found:
+        if state.modified and revisions.get(state.tree.upstream.name):
+            from patchctl.diagnose import other_pin
+
+            if error := other_pin(project, state):
+                raise error
+    return found
 
 
 def tree_document(state: TreeState) -> dict[str, Any]:

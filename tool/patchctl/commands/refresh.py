@@ -8,8 +8,8 @@ import click
 
 from patchctl import maintain
 from patchctl.cli import say
-from patchctl.errors import DONE, FAILED
-from patchctl.project import Project
+from patchctl.errors import DONE, FAILED, UsageError
+from patchctl.project import PACKAGED, Project
 
 
 @click.command()
@@ -31,12 +31,17 @@ def command(ctx: click.Context, folders: tuple[Path, ...], check: bool) -> None:
     patchctl refresh --from ~/edit/verl-b7dabd83 --from ~/edit/verl-v0.8.0
     """
     project: Project = ctx.obj
+    if not check and project.root == PACKAGED:
+        raise UsageError(
+            f"{project.root} is the series that this patchctl was installed with; run the patchctl of the clone "
+            "(`.venv/bin/patchctl`), or name the clone: patchctl --root DIR refresh"
+        )
     refreshed = maintain.refresh(project, folders, say)
     differing = refreshed.differing(project.root)
+    if not check:
+        refreshed.write(project.root)
     for name in differing:
-        click.echo(f"{'differs' if check else 'written'}: {name}")
-    if check:
-        ctx.exit(FAILED if differing else DONE)
-    refreshed.write(project.root)
+        click.echo(f"{'differs' if check else 'written'}: {project.root / name}")
     if not differing:
         click.echo("nothing to refresh")
+    ctx.exit(FAILED if differing and check else DONE)

@@ -13,7 +13,7 @@ from patchctl.project import Project
 from patchctl.tree import Progress, TreeState
 
 _EXIT = {Progress.MODIFIED: IN_THE_WAY, Progress.PARTLY: PARTLY_APPLIED}
-_MARK = {True: "applied", False: "not applied", None: "in some files only"}
+_MARK = {True: "applied", False: "not applied", None: "can't be told"}
 
 
 @click.command()

@@ -63,7 +63,10 @@ def command(
             for reason in check["skipped"]:
                 say(f"note: {check['what']}: skipped {reason}")
             count = len(check["findings"])
-            click.echo(f"{check['what']}: {'ok' if not count else f'{count} findings'} ({check['extent']})")
+            found = "ok" if not count else "1 finding" if count == 1 else f"{count} findings"
+            click.echo(f"{check['what']}: {found} ({check['extent']})")
+        if len(checked) == 1 and not rules_only:
+            say("note: no tree was checked; give --verl DIR or --vllm-ascend DIR")
     ctx.exit(FAILED if findings else DONE)
 
 
@@ -102,6 +105,8 @@ def _tree(state: TreeState, rules_only: bool) -> dict[str, Any]:
         findings += check_tree(tree.root, tree.upstream.name, expected, touched, unchanged=by_hash)
     return {
         "what": f"{pin} in {_trees.at(tree)}" if pinned else f"{tree.upstream.name} in {_trees.at(tree)}",
+        "upstream": tree.upstream.name,
+        "pin": pin.name if pinned else None,
         "root": str(tree.root),
         "extent": f"{len(touched)} files by hash and by rule" if pinned else "by rule",
         "findings": tuple(findings),
