@@ -33,8 +33,10 @@ TESTS = {
     "fully_async_rollouter.py": ["tests/e2e/verl/test_pieces.py"],
     "fsdp/transformer_impl.py": ["tests/e2e/verl/test_fsdp_dump.py"],
     "megatron/transformer_impl.py": ["tests/e2e/megatron"],
-    "ray_trainer.py": ["tests/e2e/verl/test_prompts_only.py"],
+    "ray_trainer.py": ["tests/e2e/verl/test_prompts_only.py", "tests/e2e/verl/test_unchanged_training.py"],
     "fully_async_trainer.py": ["tests/e2e/verl/test_prompts_only.py"],
+    "main_ppo.py": ["tests/e2e/verl/test_pieces.py"],
+    "constants_ppo.py": ["tests/e2e/verl/test_pieces.py"],
     "model_runner_v1.py": ["tests/e2e/vllm_ascend"],
     "worker/worker.py": ["tests/e2e/vllm_ascend"],
 }
