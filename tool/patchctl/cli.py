@@ -32,6 +32,9 @@ COMMANDS = {
     "doctor": "Check that this machine is ready for a dump run.",
 }
 
+LONG_RUNNING = ("pair", "compare", "report")
+"""Commands that make much garbage; the others end before a collection pays."""
+
 
 class _Commands(click.Group):
     """Imports a command's module only when the command is called: a start costs what the command needs."""
@@ -70,8 +73,9 @@ def cli(ctx: click.Context, root: Path | None) -> None:
     way, 4 partly applied, 130 interrupted.
     """
     ctx.obj = Project(root.resolve() if root else default_root())
-    gc.freeze()
-    gc.enable()
+    if ctx.invoked_subcommand in LONG_RUNNING:
+        gc.freeze()
+        gc.enable()
 
 
 def say(message: str) -> None:

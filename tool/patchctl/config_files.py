@@ -42,6 +42,12 @@ class RunPlan:
     prompt: int = 1024
     response: int = 2
     ranks: int = 1
+    virtual_stages: int = 1
+
+    @property
+    def train_steps(self) -> int:
+        """Steps of a trainer's rank that computes all requests itself; each virtual pipeline stage has its own."""
+        return self.requests * self.virtual_stages
 
     @property
     def infer_steps(self) -> int:
@@ -79,7 +85,7 @@ def check_plan(plan: RunPlan) -> None:
 
 def msprobe_config(plan: RunPlan, is_training: bool) -> dict[str, Any]:
     """config_actor.json for the training side, config_generate.json for the other."""
-    steps = plan.requests if is_training else plan.infer_steps
+    steps = plan.train_steps if is_training else plan.infer_steps
     task = "tensor" if plan.task == "tensor" else "statistics"
     config: dict[str, Any] = {
         "task": task,
@@ -227,7 +233,7 @@ def estimate_disk(plan: RunPlan, shape: ModelShape) -> dict[str, int]:
     elif plan.task == "tensor_list":
         infer_width, train_width = 9 * h + q + m, 6 * h + q + m
     infer = _statistics(INFER_MODULES, shape, plan.infer_steps)
-    train = _statistics(TRAIN_MODULES, shape, plan.requests)
+    train = _statistics(TRAIN_MODULES, shape, plan.requests)  # virtual stages share the modules
     infer += 2 * shape.layers * infer_width * (n * plan.requests + plan.infer_steps - plan.requests)
     train += 2 * shape.layers * train_width * n * plan.requests
     return {"infer": infer * plan.ranks, "train": train * plan.ranks, "total": (infer + train) * plan.ranks}

@@ -27,6 +27,13 @@ from patchctl.config_files import MODES, TASKS, RunPlan, estimate_disk, human, r
 @click.option("--response", type=click.IntRange(1), default=2, show_default=True, help="Tokens to generate for each.")
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Ranks of a side that dump.")
 @click.option(
+    "--virtual-stages",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Megatron's virtual pipeline size: each chunk of a micro batch is a step.",
+)
+@click.option(
     "--model", type=click.Path(path_type=Path, exists=True), help="Model folder, for the estimate of the disk."
 )
 @click.option("--overwrite", is_flag=True, help="Replace files that exist.")
@@ -41,6 +48,7 @@ def command(
     prompt: int,
     response: int,
     ranks: int,
+    virtual_stages: int,
     model: Path | None,
     overwrite: bool,
     as_json: bool,
@@ -54,7 +62,9 @@ def command(
     patchctl config dump-config
     patchctl config dump-config --mode fully-async --task tensor_list --model ~/Qwen3-4B --dump-root /data/dump
     """
-    plan = RunPlan(mode, task, dump_root, config_dir or str(out.resolve()), requests, prompt, response, ranks)
+    plan = RunPlan(
+        mode, task, dump_root, config_dir or str(out.resolve()), requests, prompt, response, ranks, virtual_stages
+    )
     files = write_configs(plan, out, overwrite)
     sizes = estimate_disk(plan, read_shape(model)) if model else None
     if as_json:
@@ -63,13 +73,13 @@ def command(
                 "command": "config",
                 "files": [str(file) for file in files],
                 "disk": sizes,
-                "steps": {"infer": plan.infer_steps, "train": plan.requests},
+                "steps": {"infer": plan.infer_steps, "train": plan.train_steps},
             }
         )
         return
     for file in files:
         click.echo(f"wrote {file}")
-    click.echo(f"steps: {plan.infer_steps} of each rollout server, {plan.requests} of the trainer")
+    click.echo(f"steps: {plan.infer_steps} of each rollout server, {plan.train_steps} of the trainer")
     if sizes:
         click.echo(f"disk: about {human(sizes['infer'])} inference, {human(sizes['train'])} training for all requests")
     else:
