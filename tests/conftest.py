@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,12 @@ def pristine_copy(pin: Pin, tmp_path: Path) -> Path:
 @pytest.fixture
 def project() -> Project:
     return trees.PROJECT
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interruptible() -> None:
+    """A run that a shell put into the background ignores SIGINT, and so would every process it starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

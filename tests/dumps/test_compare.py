@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import csv
 import json
@@ -12,15 +13,17 @@ from typing import Any
 
 import pytest
 from dump_files import ids, run_cli, tensor, write_dump
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_dumps import Data, Shape, qwen_dumps
 
-from patchctl.dumps.compare import PairJudgement, judge_pair, write_rows
+from patchctl.dumps.checks import UnreadableDump, read_head
+from patchctl.dumps.compare import PairJudgement, judge_pair, pair_document, write_rows
 from patchctl.dumps.judge import BUILT_IN, Verdict, calibrate, first_divergence, stats_errors
 from patchctl.dumps.names import Stats, concatenate, parse_name
 
 SHAPE = Shape()
+SMALL_DUMPS = qwen_dumps(Shape(layers=1), backend="fsdp2")
 BACKENDS = ["fsdp", "fsdp2"]
 
 
@@ -254,6 +257,36 @@ def stages(data: Data, layers: int, count: int) -> list[Data]:
                 part[name] = entry
         found.append(part)
     return found
+
+
+JUNK = [None, "x", -1, 1.5, True, [], {}, [None], {"a": 1}, [[]], 10**400, ""]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_dump_however_malformed_raises(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Any value anywhere in a dump may be anything."""
+    sides = [copy.deepcopy(side) for side in SMALL_DUMPS]
+    document: Any = data.draw(st.sampled_from(sides))
+    place = [document]
+    while isinstance(place[-1], (dict, list)) and place[-1] and data.draw(st.integers(0, 5)):
+        keys = list(place[-1]) if isinstance(place[-1], dict) else range(len(place[-1]))
+        key = data.draw(st.sampled_from(list(keys)))
+        if data.draw(st.integers(0, 2)) == 0 and len(place) > 1:
+            break
+        place.append(place[-1][key])
+    for parent in reversed(place):
+        if isinstance(parent, (dict, list)) and parent:
+            keys = list(parent) if isinstance(parent, dict) else list(range(len(parent)))
+            parent[data.draw(st.sampled_from(keys))] = data.draw(st.sampled_from(JUNK))
+            break
+    folder = tmp_path_factory.mktemp("junk")
+    found = judged(folder, *sides)
+    write_rows(folder / "rows.csv", found.rows)
+    json.dumps(pair_document(found), allow_nan=False)
+    for path in folder.glob("*/dump.json"):
+        with contextlib.suppress(UnreadableDump):
+            read_head(path)
 
 
 @pytest.mark.parametrize("logged", [True, False])

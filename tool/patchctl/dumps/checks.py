@@ -20,6 +20,10 @@ EMBEDDING_TOLERANCE = {"torch.bfloat16": 4e-3, "torch.float16": 5e-4, "torch.flo
 SAME_DTYPE_TOLERANCE = 1e-5
 
 
+# What reading a field of a wrong type raises: a dump is another program's file.
+MALFORMED = (TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError)
+
+
 class UnreadableDump(Exception):
     """A dump.json that is cut or no dump; the message says what is wrong with it."""
 
@@ -37,6 +41,13 @@ class DumpHead:
 
 def read_head(path: Path) -> DumpHead:
     """The head of `path`. Raises UnreadableDump, OSError."""
+    try:
+        return _read_head(path)
+    except MALFORMED as error:
+        raise UnreadableDump(f"dump.json is malformed ({type(error).__name__}: {error})") from error
+
+
+def _read_head(path: Path) -> DumpHead:
     with path.open("rb") as stream:
         raw = stream.read(HEAD_BYTES)
         stream.seek(0, 2)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .checks import UnreadableDump
+from .checks import MALFORMED, UnreadableDump
 from .judge import (
     Bands,
     Divergence,
@@ -92,6 +92,13 @@ class PairJudgement:
 
 def judge_pair(request_id: str, entry: Mapping[str, Any], bands: Bands, statistics_only: bool = False) -> PairJudgement:
     """Compare the dumps of one PAIR entry of the pairs document. Never raises for what a dump holds."""
+    try:
+        return _judge_pair(request_id, entry, bands, statistics_only)
+    except MALFORMED as error:
+        return PairJudgement(request_id, "refused", f"an entry of a dump is malformed: {type(error).__name__}: {error}")
+
+
+def _judge_pair(request_id: str, entry: Mapping[str, Any], bands: Bands, statistics_only: bool) -> PairJudgement:
     tokens = entry.get("tokens") or {}
     try:
         infer = read_side(entry.get("infer_dumps", ()), is_training=False, tokens=tokens.get("infer"))
