@@ -754,6 +754,7 @@ def main() -> int:
         os.environ["BENCH_PROXY_INSIDE"] = "1"
         tree = [] if options.tree else ["--tree", str(default_tree())]
         return subprocess.run([python, HERE, *sys.argv[1:], *tree]).returncode
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are ended, too
     options.tree = (options.tree or default_tree()).absolute()
     if pin := pinned(0):
         os.sched_setaffinity(0, {int(pin[-1])})
