@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from patchctl import stamp
 from patchctl.errors import InTheWayError, PatchctlError
+from patchctl.git import head
 from patchctl.pins import Pin
 from patchctl.plan import first_mismatch
 from patchctl.project import Project
@@ -59,13 +60,8 @@ def in_the_way(project: Project, state: TreeState, *, reverting: bool = False) -
 def _what_it_is(tree: Tree, pin: Pin) -> str | None:
     """The commit or the version that the tree says it is; None where that is the pin's, or nothing says it."""
     if tree.is_checkout:
-        from patchctl.git import Git, GitError
-
-        try:
-            head = Git(tree.root).line("rev-parse", "HEAD")
-        except GitError:  # no commit yet, or no git here
-            return None
-        return None if head == pin.commit else f"commit {head[:12]} (the pin is {pin.commit[:12]})"
+        found = head(tree.root)
+        return f"commit {found[:12]} (the pin is {pin.commit[:12]})" if found and found != pin.commit else None
     for installed in tree.root.glob(f"{tree.upstream.package}-*.dist-info"):
         version = installed.name.removesuffix(".dist-info").partition("-")[2]
         if pin.wheel is None or pin.wheel.requirement != f"{pin.upstream.name}=={version}":

@@ -144,12 +144,9 @@ def _outcome(
 def _head(tree: Tree) -> str | None:
     if not tree.is_checkout:
         return None
-    from patchctl.git import Git, GitError
+    from patchctl.git import head
 
-    try:
-        return Git(tree.root).line("rev-parse", "HEAD")
-    except GitError:  # no commit yet, or no git here: the files' hashes decide anyway
-        return None
+    return head(tree.root)
 
 
 def _carry_out(

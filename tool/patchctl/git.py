@@ -148,3 +148,11 @@ def start_numstat(folder: Path) -> Callable[[Sequence[bytes]], list[tuple[int, i
         return [(int(added), int(removed), path.decode("utf-8", "surrogateescape")) for added, removed, path in fields]
 
     return rows
+
+
+def head(folder: Path) -> str | None:
+    """The commit that a checkout stands at; None where there is none yet, or no git here: hashes decide anyway."""
+    try:
+        return Git(folder).line("rev-parse", "HEAD")
+    except GitError:
+        return None
