@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 import mini_project
+import patchctl
 from mini_project import Mini, git, snapshot, tree_files, write_files
 from patchctl import cli, engine
 from patchctl.engine import Target
@@ -366,7 +368,13 @@ def test_a_folder_that_can_not_be_entered(mini: Mini, verl: Path) -> None:
 def test_python_m_patchctl_and_the_version(mini: Mini) -> None:
     done = spawn(mini, "--version")
     assert (done.returncode, done.stderr) == (0, b"")
-    assert done.stdout.startswith(b"patchctl, version ")
+    lock = hashlib.sha256((mini.root / "series.lock").read_bytes()).hexdigest()
+    assert done.stdout.decode().splitlines() == [
+        f"patchctl {patchctl.__version__}",
+        f"series {lock[:12]} ({len(mini.project.series.entries)} patches) in {mini.root}",
+        "verl: p1, p2",
+        "vllm-ascend: a1, a2",
+    ]
     assert spawn(mini, "-h").stdout.startswith(b"Usage: patchctl ")
 
 

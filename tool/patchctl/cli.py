@@ -53,12 +53,34 @@ class _Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
+def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    """The version of the program, and which series it is: the beginning of the hash of series.lock."""
+    if not wanted:
+        return
+    project = _project(ctx.params.get("root"))
+    lines = [f"patchctl {patchctl.__version__}"]
+    lines += [f"series {project.lock_id[:12]} ({len(project.series.entries)} patches) in {project.root}"]
+    lines += [f"{name}: {', '.join(pin.name for pin in project.pins.of(name))}" for name in project.pins.upstreams]
+    click.echo("\n".join(lines))
+    ctx.exit()
+
+
+def _project(root: Path | None) -> Project:
+    return Project(root.resolve() if root else default_root())
+
+
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(patchctl.__version__, prog_name="patchctl")
 @click.option(
     "--root",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="The project that holds series, patches and pins (default: the one this program belongs to).",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version, the series and the pins it carries, and exit.",
 )
 @click.pass_context
 def cli(ctx: click.Context, root: Path | None) -> None:
@@ -72,7 +94,7 @@ def cli(ctx: click.Context, root: Path | None) -> None:
     Exit codes: 0 done or nothing to do, 1 a check or an application failed, 2 usage, 3 wrong pin or files in the
     way, 4 partly applied, 130 interrupted.
     """
-    ctx.obj = Project(root.resolve() if root else default_root())
+    ctx.obj = _project(root)
     if ctx.invoked_subcommand in LONG_RUNNING:
         gc.freeze()
         gc.enable()

@@ -62,6 +62,11 @@ class Project:
     def lock(self) -> Lock:
         return series.parse_lock(self._text("series.lock"))
 
+    @property
+    def lock_id(self) -> str:
+        """The sha256 of series.lock, which names every byte of the series."""
+        return series.sha256(self._text("series.lock").encode())
+
     def _text(self, name: str) -> str:
         path = self.root / name
         try:
