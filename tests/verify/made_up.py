@@ -70,3 +70,91 @@ GOOD = """
         self.debugger.stop()
         self.debugger.step()
 """
+
+# Clients: one that sends, whole and in pieces, and one that resumes what was aborted.
+SENDS = """
+    class LLMServerClient:
+        async def generate(self, request_id, *, prompt_ids, **kwargs):
+            server_id, server = await self._acquire_server(request_id)
+            try:
+                sent = uuid4().hex
+                output: TokenOutput = await server.generate.remote(
+                    request_id=sent, prompt_ids=prompt_ids, **kwargs
+                )
+                output.extra_fields["request_id"] = sent
+                return output
+            finally:
+                self._release_server(server_id)
+"""
+RESUMES = """
+    class ResumingLLMServerClient(LLMServerClient):
+        async def generate(self, request_id, *, prompt_ids, **kwargs):
+            first, final = None, TokenOutput([])
+            chain = []
+            while True:
+                output = await super().generate(request_id, prompt_ids=prompt_ids + final.token_ids, **kwargs)
+                chain.append({"request_id": output.extra_fields.get("request_id"), "num_tokens": len(output.token_ids)})
+                final.token_ids.extend(output.token_ids)
+                steps = output.extra_fields.get("global_steps")
+                if first is None:
+                    first = steps
+                if output.stop_reason != "aborted":
+                    break
+            final.extra_fields["min_global_steps"] = first
+            final.extra_fields["max_global_steps"] = final.extra_fields["global_steps"] = steps
+            chosen = next((part for part in chain if part["num_tokens"] > 0), chain[-1])
+            final.extra_fields["request_id"] = chosen["request_id"]
+            final.extra_fields["request_chain"] = json.dumps(chain)
+            return final
+"""
+
+
+STREAMS = """
+    class LLMServerClient:
+        async def generate_stream(self, request_id, *, prompt_ids, **kwargs):
+            server_id, server = await self._acquire_server(request_id)
+            try:
+                sent = uuid4().hex
+                request = {
+                    "request_id": sent,
+                    "prompt_ids": prompt_ids,
+                    **kwargs,
+                }
+                pieces = server.generate_stream.options(num_returns="streaming").remote(**request)
+                async for reference in pieces:
+                    piece: TokenOutput = await reference
+                    if piece.stop_reason is not None or piece.extra_fields:
+                        piece.extra_fields["request_id"] = sent
+                    yield piece
+            finally:
+                self._release_server(server_id)
+"""
+RESUMES_STREAM = """
+    class ResumingLLMServerClient(LLMServerClient):
+        async def generate_stream(self, request_id, *, prompt_ids, **kwargs):
+            chain = []
+            steps = []
+            while True:
+                async with aclosing(
+                    super().generate_stream(request_id, prompt_ids=prompt_ids, **kwargs)
+                ) as pieces:
+                    async for piece in pieces:
+                        if piece.stop_reason is None and not piece.extra_fields:
+                            yield piece
+                        else:
+                            last = piece
+                chain.append({"request_id": last.extra_fields.get("request_id"), "num_tokens": 1})
+                steps.append(last.extra_fields.get("global_steps"))
+                if last.stop_reason != "aborted":
+                    break
+                yield last
+            chosen = next((part for part in chain if part["num_tokens"] > 0), chain[-1])
+            last.extra_fields.update(
+                min_global_steps=steps[0],
+                max_global_steps=steps[-1],
+                global_steps=steps[-1],
+                request_id=chosen["request_id"],
+                request_chain=json.dumps(chain),
+            )
+            yield last
+"""

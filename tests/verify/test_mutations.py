@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import trees
-from patchctl.verify import compiles, dump_calls
+from patchctl.verify import compiles, dump_calls, request_chain
 from patchctl.verify.files import Files
 from patchctl.verify.findings import Finding
 from patchctl.verify.rules import check_source, check_tree
@@ -24,6 +24,7 @@ PACKAGE = "verl/utils/consistency_dump"
 BRACKET = f"{PACKAGE}/bracket.py"
 CLIENT = "verl/workers/rollout/llm_server.py"
 ROLLOUTER = "verl/experimental/fully_async_policy/fully_async_rollouter.py"
+RESUMING = "class FullyAsyncLLMServerClient"
 PPO = "verl/trainer/ppo/ray_trainer.py"
 FULLY_ASYNC = "verl/experimental/fully_async_policy/fully_async_trainer.py"
 ENGINES = "verl/workers/engine"
@@ -34,7 +35,8 @@ HOOKS = r"\b(micro_batch_dump|prepare_dump|dump_schedule|crop_to_prompts|prompts
 GUARDED_LINES = {
     RUNNER: r"log_step\(|if self\._dispatch_logger|attach_dispatch_logger|debugger\.(start|stop|step)\(",
     CLIENT: r"server_request_id",
-    ROLLOUTER: r"^import json|\brequests\b|prompt_request|request_chain|\"request_id\": output",
+    ROLLOUTER: r"^import json|\brequests\b|^ +steps[:.]|=steps\[|prompt_request|request_chain|last = piece"
+    r"|\"(request_id|num_tokens)\": |_global_steps(\"\]|=)|super\(\)\.generate",
     BRACKET: r"\.log_step\(|debugger\.(start|stop|step)\(|^        (try|finally):|\b__(enter|exit)__\(",
     PPO: HOOKS,
     FULLY_ASYNC: HOOKS,
@@ -64,6 +66,11 @@ class Patched:
     def touched(self) -> list[str]:
         return list(self.sources)
 
+    def place(self, path: str) -> str:
+        """Where the code that is known to live in a file lives in this tree: an upstream may have moved it."""
+        moved = path == ROLLOUTER and RESUMING in self.text(CLIENT)
+        return CLIENT if moved else path
+
     def text(self, path: str) -> str:
         return self.sources[path].data.decode()
 
@@ -78,6 +85,8 @@ class Patched:
             yield from check_source(changed, sources, self.files.exists, changed=False)
             yield from dump_calls.check_count(list(sources.values()), self.stops)
             yield from check_source(changed, sources, self.files.exists)
+            clients = [sources[name] for name in (CLIENT, ROLLOUTER) if name in sources]
+            yield from request_chain.check_presence(clients, (CLIENT, ROLLOUTER)) if clients else ()
 
     def survives(self, path: str, text: str) -> bool:
         """Whether a change is not found at a line of the file, or in the number of stops."""
@@ -124,11 +133,16 @@ def test_nothing_is_found_in_a_vllm_ascend_tree(vllm_ascend: Patched) -> None:
     assert check_tree(vllm_ascend.root, "vllm-ascend", None, []) == []
 
 
-def survivors_of_deletion(tree: Patched, path: str) -> tuple[int, list[str]]:
+def survivors_of_deletion(tree: Patched, known: str) -> tuple[int, list[str]]:
     """How many guarded lines a file has, and which of them can be deleted without a finding."""
+    path = tree.place(known)
     assert tree.survives(path, tree.text(path))
     lines = tree.text(path).splitlines(keepends=True)
-    guarded = [index for index, line in enumerate(lines) if re.search(GUARDED_LINES[path], line)]
+    guarded = [index for index, line in enumerate(lines) if re.search(GUARDED_LINES[known], line)]
+    if path != known:  # of the file that it has moved to, only what has moved
+        classes = [index for index, line in enumerate(lines) if line.startswith("class ")]
+        first = next(index for index in classes if lines[index].startswith(RESUMING))
+        guarded = [index for index in guarded if first < index < min(i for i in (*classes, len(lines)) if i > first)]
     return len(guarded), [
         f"{path}:{index + 1}: {lines[index].strip()}"
         for index in guarded
@@ -138,7 +152,7 @@ def survivors_of_deletion(tree: Patched, path: str) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("path", [path for path in GUARDED_LINES if path != RUNNER])
 def test_a_deleted_line_is_missed_in_verl(verl: Patched, path: str) -> None:
-    if path not in verl.sources:
+    if verl.place(path) not in verl.sources:
         assert path.startswith(ENGINES), f"{path} is not hooked"
         pytest.skip(f"{path} is not in the series")
     count, survivors = survivors_of_deletion(verl, path)
@@ -238,8 +252,29 @@ CROP = "self._compute_old_log_prob(crop_to_prompts(batch, self.global_steps))"
         (CLIENT, "request_id=server_request_id,", "request_id=uuid4().hex,"),
         (CLIENT, '["request_id"] = server_request_id', '["request_id"] = request_id'),
         (CLIENT, '["request_id"] = server_request_id', '["request_id"] = uuid4().hex'),
-        (CLIENT, "server_request_id = uuid4().hex", "server_request_id = request_id"),
-        (CLIENT, "            output.extra_fields", "            if output.token_ids: output.extra_fields"),
+        (
+            CLIENT,
+            '            output.extra_fields["request_id"]',
+            '            if output.token_ids: output.extra_fields["request_id"]',
+        ),
+        (CLIENT, '"request_id": server_request_id,', '"request_id": request_id,'),
+        (CLIENT, '"request_id": server_request_id,', '"request_id": uuid4().hex,'),
+        (CLIENT, "if piece.stop_reason is not None or", "if piece.stop_reason is not None and"),
+        (CLIENT, "if piece.stop_reason is not None or piece.extra_fields", "if piece.token_ids"),
+        (
+            CLIENT,
+            "if piece.stop_reason is not None or",
+            "yield piece\n                if piece.stop_reason is not None or",
+        ),
+        (CLIENT, 'output.extra_fields["request_id"] = server_request_id\n                yield output', "yield output"),
+        (ROLLOUTER, "request_id=prompt_request[", "request_id=requests[-1]["),
+        (ROLLOUTER, 'request_id=prompt_request["request_id"]', 'request_id=last.extra_fields["request_id"]'),
+        (ROLLOUTER, "request_chain=json.dumps(requests)", "request_chain=json.dumps(prompt_request)"),
+        (ROLLOUTER, "min_global_steps=steps[0]", "min_global_steps=steps[-1]"),
+        (ROLLOUTER, "max_global_steps=steps[-1]", "max_global_steps=steps[0]"),
+        (ROLLOUTER, "last = piece\n", "last = pieces\n"),
+        (ROLLOUTER, "piece.stop_reason is None and not", "piece.stop_reason is None or not"),
+        (ROLLOUTER, "async def generate_stream(", "async def stream("),
         (ROLLOUTER, '["request_id"] = prompt_request["request_id"]', '["request_id"] = requests[-1]["request_id"]'),
         (ROLLOUTER, '= prompt_request["request_id"]', '= output.extra_fields["request_id"]'),
         (ROLLOUTER, "while True:\n            # 1.", "while True:\n            requests = []\n            # 1."),
@@ -264,11 +299,21 @@ CROP = "self._compute_old_log_prob(crop_to_prompts(batch, self.global_steps))"
     ],
 )
 def test_a_change_in_verl_is_found(verl: Patched, path: str, old: str, new: str) -> None:
+    path = verl.place(path)
     text = verl.text(path)
     assert verl.survives(path, text)
     assert old in text, f"{old!r} is not in {path}"
     for match in re.finditer(re.escape(old), text):
         assert not verl.survives(path, text[: match.start()] + new + text[match.end() :])
+
+
+def test_an_id_that_is_not_made_for_each_request_is_found(verl: Patched) -> None:
+    text = verl.text(CLIENT)
+    made = list(re.finditer(r"(?<=server_request_id = )(uuid4\(\)\.hex|self\._\w+\(request_id\))", text))
+    assert len(made) == 2
+    for match in made:
+        for other in ("request_id", "self.request_id", "None"):
+            assert not verl.survives(CLIENT, text[: match.start()] + other + text[match.end() :])
 
 
 def test_what_is_found_by_lines_is_all_there_is(verl: Patched, vllm_ascend: Patched) -> None:

@@ -6,7 +6,7 @@ import gc
 import textwrap
 from pathlib import Path
 
-from made_up import GOOD, LOGGER
+from made_up import GOOD, LOGGER, RESUMES, SENDS
 
 from patchctl.verify.findings import Finding
 from patchctl.verify.rules import check_tree
@@ -108,8 +108,29 @@ def test_upstreams_own_profiler_is_another_tool(tmp_path: Path) -> None:
     assert {finding.rule for finding in found if finding.path != str(profiler.relative_to(tmp_path))} == {
         "present",
         "stop-count",
+        "request-id",
     }
     assert not [finding for finding in found if "profiler" in finding.path]
+
+
+def test_clients_are_found_wherever_they_live(tmp_path: Path) -> None:
+    """A tree that is no pin may have them in other files than the series knows, or in one, or none at all."""
+
+    def found() -> list[tuple[str, int | None]]:
+        every = check_tree(tmp_path, "verl", None, [])
+        return [(finding.path, finding.line) for finding in every if finding.rule == "request-id"]
+
+    known = ["verl/experimental/fully_async_policy/fully_async_rollouter.py", "verl/workers/rollout/llm_server.py"]
+    assert found() == [(path, None) for path in known]
+    moved = tmp_path / "verl/rollout/moved_clients.py"
+    moved.parent.mkdir(parents=True)
+    moved.write_text(textwrap.dedent(SENDS) + textwrap.dedent(RESUMES))
+    assert found() == []
+    moved.write_text(moved.read_text().replace("        chain = []\n", ""))
+    line = next(number for number, text in enumerate(moved.read_text().splitlines(), 1) if "chain.append" in text)
+    assert found() == [("verl/rollout/moved_clients.py", line)]
+    moved.write_text(textwrap.dedent(SENDS))
+    assert found() == [(known[0], None)]
 
 
 def test_engines_are_hooked_somewhere(tmp_path: Path) -> None:

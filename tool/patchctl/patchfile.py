@@ -7,6 +7,7 @@ Only `\\n` ends a line; contents are bytes throughout, so no encoding and no exo
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, NoReturn
@@ -488,6 +489,14 @@ class _Parser:
         old: list[bytes] = []
         new: list[bytes] = []
         kinds = bytearray()
+        cut = False
+        if not old_left and new_left > 1:  # most lines of a series are those of new files: all but the last at once
+            block = self.lines[self.at : self.at + new_left - 1]
+            if all(map(bytes.startswith, block, itertools.repeat(b"+"))):
+                new = [line[1:] + b"\n" for line in block]
+                kinds += b"+" * len(block)
+                new_left -= len(block)
+                self.at += len(block)
         while old_left or new_left:
             line = self.peek()
             kind = b" " if line == b"" else (line or b"")[:1]  # some editors strip the space of an empty context line
@@ -507,6 +516,7 @@ class _Parser:
             kinds += kind
             self.at += 1
             if (self.peek() or b"").startswith(b"\\ "):
+                cut = True
                 for side, other in ((old, b"+"), (new, b"-")):
                     if kind != other:
                         side[-1] = side[-1][:-1]
@@ -514,7 +524,7 @@ class _Parser:
             elif kind == b"-" and self.counted_signature(old_left, new_left):
                 self.problem("the hunk counts the mail's signature as a removed line", self.at - 1)
                 raise _BadSection
-        if any(not line.endswith(b"\n") for side in (old, new) for line in side[:-1]):
+        if cut and any(not line.endswith(b"\n") for side in (old, new) for line in side[:-1]):
             self.problem(_NOT_LAST, start)
             raise _BadSection
         text_kinds = bytes(kinds)

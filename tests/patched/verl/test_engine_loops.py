@@ -89,6 +89,7 @@ def test_forward_is_inside_the_bracket(verl_tree: Path, name: str, forward_only:
         forward_step=forward_step, module=Anything(), ulysses_sequence_parallel_size=1, use_ulysses_sp=False,
         get_data_parallel_size=lambda: 1, get_data_parallel_group=lambda: None,
         model_fwd_context=nullcontext(), model_bwd_context=nullcontext(),
+        trainer=SimpleNamespace(train_context=nullcontext),
         enable_routing_replay=False, engine_config=OneOfEach(), _router_replay=None, _moe_monitor=None,
     )  # fmt: skip
     function = type(engine).forward_backward_batch

@@ -67,11 +67,15 @@ def test_ray_workers_get_what_the_driver_has(verl_tree: Path, monkeypatch: pytes
             },
         )
     build.__globals__["PPO_RAY_RUNTIME_ENV"] = {"env_vars": {"NCCL_DEBUG": "WARN"}}
+    # Some upstreams ask for the engine and the GPU too.
+    build.__globals__.update(_is_hopper_or_ampere=False, _uses_mindspeed=lambda config: False)
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
-    assert build()["env_vars"] == {"NCCL_DEBUG": "WARN", "DUMP_ON": "1", "DUMP_PHASE": "all"}
+    with_dump = build()["env_vars"]
     for name in ("DUMP_ON", "DUMP_PHASE"):
         monkeypatch.delenv(name)
-    assert build()["env_vars"] == {"NCCL_DEBUG": "WARN"}
+    without = build()["env_vars"]
+    assert without["NCCL_DEBUG"] == "WARN" and not any(name.startswith("DUMP_") for name in without)
+    assert with_dump == {**without, "DUMP_ON": "1", "DUMP_PHASE": "all"}
 
 
 def test_the_run_is_checked_before_ray_starts(verl_tree: Path) -> None:
@@ -85,10 +89,14 @@ def test_the_run_is_checked_before_ray_starts(verl_tree: Path) -> None:
     run_ppo = load(
         verl_tree / "verl/trainer/main_ppo.py",
         "run_ppo",
-        {PACKAGE: {"check_run": check_run}, "ray": vars(ray), "omegaconf": {"OmegaConf": Anything()}},
+        {
+            PACKAGE: {"check_run": check_run},
+            "ray": vars(ray),
+            "omegaconf": {"OmegaConf": Anything()},
+        },
     )
     with pytest.raises(RuntimeError, match="refused"):
-        run_ppo("config")
+        run_ppo("config", None)
     assert seen == ["config"]
 
 

@@ -11,10 +11,10 @@ import ast
 import builtins
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 PACKAGE = "verl.utils.consistency_dump"
@@ -35,16 +35,27 @@ class Anything:
         return ()
 
 
-def load(file: Path, name: str, modules: dict[str, dict[str, Any]]) -> Any:
+class _Given(Anything):
+    """A module of the test's; what it has not been given does nothing."""
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self.__dict__.update(names)
+
+
+def load(
+    file: Path, name: str, modules: dict[str, dict[str, Any]], known: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
     """The class or function `name` of `file`.
 
     Args:
         modules: dotted name of a module -> the names it has in the test.
+        known: other names of the file that have been loaded before.
     """
     tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
     namespace: dict[str, Any] = {
         "__name__": file.stem,
         "__file__": str(file),
+        **known,
         "__builtins__": {**vars(builtins), "__import__": _importer(modules)},
     }
     for node in tree.body:
@@ -64,7 +75,7 @@ def _importer(modules: dict[str, dict[str, Any]]) -> Callable[..., Any]:
         from_list, level = (args[2], args[3]) if len(args) > 3 else (None, 0)
         bound = name if from_list else name.split(".")[0]  # `import a.b` binds `a`
         if level == 0 and bound in modules:
-            return SimpleNamespace(**modules[bound])
+            return _Given(modules[bound])
         if level == 0 and name.split(".")[0] in sys.stdlib_module_names:
             return builtins.__import__(name, *args)
         return Anything()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from patchctl.commands import _trees
 from patchctl.errors import DONE, FAILED
 from patchctl.project import Project
 from patchctl.tree import TreeState
+from patchctl.verify import beside
 from patchctl.verify.findings import Finding
 from patchctl.verify.tree import check_post_images
 
@@ -47,11 +49,10 @@ def command(
     """
     project: Project = ctx.obj
     folders = _trees.wanted(only, verl, vllm_ascend)
-    checked: list[dict[str, Any]] = []
-    if not rules_only:
-        checked.append(_series(project))
-    for state in _states(project, folders, {"verl": verl_commit, "vllm-ascend": vllm_ascend_commit}, rules_only):
-        checked.append(_tree(state, rules_only))
+    revisions = {"verl": verl_commit, "vllm-ascend": vllm_ascend_commit}
+    series = [] if rules_only else [partial(_series, project)]
+    trees = [partial(_tree, state, rules_only) for state in _states(project, folders, revisions, rules_only)]
+    checked = beside.run([*series, *trees])
     findings = [finding for check in checked for finding in check["findings"]]
     if as_json:
         rows = [{**check, "findings": [_document(finding) for finding in check["findings"]]} for check in checked]

@@ -90,5 +90,13 @@ def uncalled_stops(source: Source) -> Iterator[ast.Attribute]:
                     yield node
 
 
+def throws_away(call: ast.Call) -> bool:
+    """Whether a call of a helper that stops throws the step away."""
+    return any(
+        word.arg == "dump" and isinstance(word.value, ast.Constant) and word.value.value is False
+        for word in call.keywords
+    )
+
+
 def is_log_call(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Attribute) and call.func.attr in LOG_METHODS

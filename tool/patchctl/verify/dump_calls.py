@@ -33,7 +33,15 @@ from functools import cached_property
 from patchctl.verify import loggers
 from patchctl.verify.bound import bound_at
 from patchctl.verify.conditions import Condition, implied, passed, subject, tests_presence
-from patchctl.verify.debugger import ANY_CASE, DebuggerCall, debugger_calls, is_debugger, is_log_call, uncalled_stops
+from patchctl.verify.debugger import (
+    ANY_CASE,
+    DebuggerCall,
+    debugger_calls,
+    is_debugger,
+    is_log_call,
+    throws_away,
+    uncalled_stops,
+)
 from patchctl.verify.findings import Finding
 from patchctl.verify.source import Function, Source, dotted, flat, method_owner
 
@@ -131,7 +139,7 @@ class _Checker:
         callers = self._callers(stop.function)
         if own:
             for caller, statement, call in callers:
-                if self._discards(call):
+                if throws_away(call):
                     continue
                 before = self._before(caller, statement)
                 if isinstance(before, LogSite):
@@ -143,7 +151,7 @@ class _Checker:
             return
         if self._recipe_log_after(stop):
             return
-        closing = [(caller, statement) for caller, statement, call in callers if not self._discards(call)]
+        closing = [(caller, statement) for caller, statement, call in callers if not throws_away(call)]
         unlogged = [statement for caller, statement in closing if not self._judge_before(caller, statement)]
         if len(unlogged) == len(closing):
             self._report(stop.call, f"`{stop.receiver}.stop()` has no log_step before it{self._hint(stop)}")
@@ -241,14 +249,6 @@ class _Checker:
             for call in caller.calls[statement]
             if self.source.callee(caller, call) is function
         ]
-
-    @staticmethod
-    def _discards(call: ast.Call) -> bool:
-        """Whether a helper's call throws the step away."""
-        return any(
-            word.arg == "dump" and isinstance(word.value, ast.Constant) and word.value.value is False
-            for word in call.keywords
-        )
 
     # -- finding the log in a statement
 

@@ -6,7 +6,8 @@ wrong step, and every later step is off from there.
 
 How to fix: put the stop on that path, or start and stop around the work in `try: ... finally:`.
 
-A stop that no start leads to is wrong too: the step it closes was never recorded.
+A stop that no start leads to is wrong too, and so is a call of a helper that stops: the step it closes was never
+recorded.
 
 Two openings are meant. A start may be handed over to another method of its class through an attribute
 (`self.execute_model_state`), which then has to stop it. An exception that leaves the function uncaught ends the process
@@ -24,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from patchctl.verify.conditions import compared_to_none
-from patchctl.verify.debugger import ANY_CASE, DebuggerCall, debugger_calls, is_debugger
+from patchctl.verify.debugger import ANY_CASE, DebuggerCall, debugger_calls, is_debugger, throws_away
 from patchctl.verify.findings import Finding
 from patchctl.verify.source import Function, Source, dotted, method_owner, own_expressions
 
@@ -104,7 +105,7 @@ class _Follower:
 
     What it finds: `running`, the states with a running debugger by the line where they leave (and whether at a
     `yield`); `twice`, the lines that start a running one, with those that started it; `met`, the stops that some start
-    leads to.
+    leads to; `closing`, whether some start leads to a call of a helper that stops.
     """
 
     def __init__(self, source: Source) -> None:
@@ -112,6 +113,7 @@ class _Follower:
         self.running: dict[tuple[int, bool], set[State]] = {}
         self.twice: dict[int, set[int]] = {}
         self.met: set[ast.Call] = set()
+        self.closing: dict[ast.Call, bool] = {}
         self._yields: dict[Function, frozenset[ast.stmt]] = {}
         self._targets: dict[ast.stmt, list[tuple[str, ast.expr | None]]] = {}
 
@@ -176,6 +178,12 @@ class _Follower:
                 message = "stops a debugger that nothing has started on any path to here"
                 fix = f"start it before the work: `{call.receiver}.start(...)`"
                 yield Finding(RULE, self.source.path, call.call.lineno, message, fix)
+        for node, started in self.closing.items():
+            if not started:
+                message = "closes a step, but nothing has started the debugger on any path to here"
+                yield Finding(
+                    RULE, self.source.path, node.lineno, message, "start it before the work, as the others do"
+                )
 
     # -- which functions and statements matter
 
@@ -193,6 +201,11 @@ class _Follower:
             for call in debugger_calls(function)
             if call.verb != "step"
         }
+
+    @cached_property
+    def _stopping(self) -> frozenset[Function]:
+        """The helpers that stop a debugger themselves."""
+        return frozenset(call.function for call in self.debugger_calls.values() if call.verb == "stop")
 
     @cached_property
     def eventful(self) -> dict[Function, None]:
@@ -385,6 +398,8 @@ class _Follower:
             if callee is None:
                 raised |= _failing(states, node.lineno)
                 continue
+            if callee in self._stopping and not throws_away(node):
+                self.closing[node] = self.closing.get(node, False) or any(state.opened is not None for state in states)
             entered = frozenset(self._bind(function, callee, node, state) for state in states)
             exits = self._block(callee, callee.node.body, entered, (*stack, callee), caught)
             raised |= exits.raised

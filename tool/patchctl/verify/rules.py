@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from patchctl.verify import compiles, dump_calls, imports, micro_batch, paths, prompts_only, request_chain
+from patchctl.verify import clients, compiles, dump_calls, imports, micro_batch, paths, prompts_only, request_chain
 from patchctl.verify.files import Files
 from patchctl.verify.findings import Finding
 from patchctl.verify.source import Source
@@ -24,9 +24,9 @@ _CLIENTS = (
     "verl/experimental/fully_async_policy/fully_async_rollouter.py",
 )
 _MAIN_ENGINES = (f"{_ENGINES}fsdp/transformer_impl.py", f"{_ENGINES}megatron/transformer_impl.py")
-# Where the rules apply whatever a series touches.
+# Where the rules apply whatever a series touches. Clients are looked for everywhere: upstream moves them.
 KNOWN: Mapping[str, tuple[str, ...]] = {
-    "verl": (*_CLIENTS, *prompts_only.TRAINERS, *_MAIN_ENGINES),
+    "verl": (*prompts_only.TRAINERS, *_MAIN_ENGINES),
     "vllm-ascend": ("vllm_ascend/worker/model_runner_v1.py",),
 }
 PACKAGES: Mapping[str, str] = {"verl": "verl", "vllm-ascend": "vllm_ascend"}
@@ -58,8 +58,8 @@ def check_tree(
         root: the folder that holds the upstream's package.
         upstream: `verl` or `vllm-ascend`.
         expected_stops: how many `debugger.stop()` the pin has. None for a tree that is no pin: then the rules look
-            where they are known to apply, every file of the package is searched for further stops, and a file that
-            the series would add may be missing.
+            where they are known to apply, every file of the package is searched for further stops and for clients,
+            and a file that the series would add may be missing.
         touched: the files that the series changes or adds, relative to the root.
         unchanged: all of them have the bytes that the lock says. Whether they compile and have their names depends on
             nothing else and was found out when the lock was written, so that it isn't asked again.
@@ -67,7 +67,7 @@ def check_tree(
     with _uncollected():
         files = Files(root, touched if unchanged else ())
         required = list(touched if expected_stops is not None else KNOWN[upstream])
-        others = [] if expected_stops is not None else [*touched, *_files_with_stops(root, PACKAGES[upstream])]
+        others = [] if expected_stops is not None else [*touched, *_concerned(root, PACKAGES[upstream])]
         findings = [finding for path in required for finding in files.check(path, required=True)]
         findings += [finding for path in others for finding in files.check(path, required=False)]
         wanted = dict.fromkeys([*required, *others])
@@ -118,7 +118,7 @@ def _check_together(upstream: str, expected_stops: int | None, sources: Mapping[
         findings.append(
             Finding(dump_calls.COUNT_RULE, path, None, message, "apply the series, or port it to this tree")
         )
-    if any(path in sources for path in _CLIENTS):
+    if upstream == "verl" and (expected_stops is None or any(clients.may_define(one.data) for one in sources.values())):
         findings += request_chain.check_presence(sources.values(), _CLIENTS)
     engines = [sources[path] for path in _MAIN_ENGINES if path in sources]
     if not any(word in engine.data for engine in engines for word in _ENGINE_WORDS):
@@ -126,8 +126,8 @@ def _check_together(upstream: str, expected_stops: int | None, sources: Mapping[
     return findings
 
 
-def _files_with_stops(root: Path, package: str) -> Iterator[str]:
-    """The Python files of a package that stop a debugger, by their text."""
+def _concerned(root: Path, package: str) -> Iterator[str]:
+    """The Python files of a package that stop a debugger or define a client, by their text."""
     for folder, names, file_names in os.walk(root / package):
         names[:] = sorted(name for name in names if name != "__pycache__")
         for name in sorted(file_names):
@@ -137,7 +137,7 @@ def _files_with_stops(root: Path, package: str) -> Iterator[str]:
                     data = path.read_bytes()
                 except OSError:
                     continue  # unreadable files are none of the series; those of it are reported
-                if any(stop in data for stop in _STOPS):
+                if any(stop in data for stop in _STOPS) or clients.may_define(data):
                     yield path.relative_to(root).as_posix()
 
 

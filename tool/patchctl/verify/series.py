@@ -6,6 +6,7 @@ and git's: three readers that agree on files and line counts leave no room for a
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,15 +113,30 @@ def _unidiff_findings(patches: Mapping[str, Patch], texts: Mapping[str, bytes]) 
         ours = sorted(
             (file.path, *counts[:2]) for file, counts in zip(patch.files, patchfile.numstat(patch.files), strict=True)
         )
+        text = texts[name].decode("utf-8", "surrogateescape").split("\n---\n", 1)[-1]
         try:
-            # With universal newlines a lone carriage return would break the parse, and CRLF would pass unseen.
-            read = PatchSet.from_string(texts[name].decode("utf-8", "surrogateescape").split("\n---\n", 1)[-1])
-            theirs = sorted((_unquoted(file.path), file.added, file.removed) for file in read)
+            if _read_by_unidiff(text, counting=True) == ours:
+                continue
+        except UnidiffParseError:
+            pass  # its whole reading says better what is wrong, and takes what an old one counts wrong
+        try:
+            theirs = _read_by_unidiff(text, counting=False)
         except UnidiffParseError as error:
             yield Finding("unidiff-reading", patch.name, None, f"unidiff can't read it: {error}", _RESTORE)
             continue
         if ours != theirs:
             yield _disagreement("unidiff-reading", patch.name, "unidiff", ours, theirs)
+
+
+def _read_by_unidiff(text: str, *, counting: bool) -> list[tuple[str, int, int]]:
+    """(path, added, removed) of every file, sorted by path; `counting` keeps no line, which takes a fifth of the time.
+
+    Raises:
+        UnidiffParseError: unidiff can't read it.
+    """
+    # With universal newlines a lone carriage return would break the parse, and CRLF would pass unseen.
+    read = PatchSet(io.StringIO(text, newline="\n"), metadata_only=counting)
+    return sorted((_unquoted(file.path), file.added, file.removed) for file in read)
 
 
 def _unquoted(path: str) -> str:
