@@ -115,6 +115,31 @@ class Git:
     def line(self, *arguments: str) -> str:
         return self.run(*arguments).decode("utf-8", "surrogateescape").strip()
 
+    def succeeds(self, *arguments: str) -> bool:
+        """Whether `git ARGUMENTS` ends without an error, for questions that git answers by its exit code."""
+        try:
+            self.run(*arguments)
+        except GitError:
+            return False
+        return True
+
+    def blobs(self, ids: Sequence[str]) -> list[bytes]:
+        """The contents of these objects, in one process."""
+        if not ids:
+            return []
+        out = self.run("cat-file", "--batch", stdin="".join(f"{blob}\n" for blob in ids).encode())
+        contents: list[bytes] = []
+        at = 0
+        for blob in ids:
+            end = out.index(b"\n", at)
+            fields = out[at:end].split()
+            if len(fields) != 3:
+                raise GitError(f"git cat-file in {self.folder}: object {blob} is missing", "")
+            at = end + 1 + int(fields[2])
+            contents.append(out[end + 1 : at])
+            at += 1
+        return contents
+
     def _environment(self, network: bool) -> dict[str, str]:
         # GIT_DIR, GIT_INDEX_FILE and the like are set inside hooks, and would point git at another repository.
         reach = ("GIT_SSH", "GIT_SSL_", "GIT_PROXY_", "GIT_ASKPASS", "GIT_CONFIG_GLOBAL")
@@ -128,6 +153,7 @@ class Git:
         kept.update(
             GIT_CEILING_DIRECTORIES=str(self.folder.parent),  # a repository around the folder is not ours
             GIT_ATTR_NOSYSTEM="1",
+            GIT_NO_REPLACE_OBJECTS="1",  # `git replace` shows other contents under the same id
             GIT_TERMINAL_PROMPT="0",
             GIT_OPTIONAL_LOCKS="0",
             LC_ALL="C",
