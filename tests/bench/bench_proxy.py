@@ -38,7 +38,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,7 +47,6 @@ from typing import Any
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
 ENVIRONMENTS = ROOT / "build" / "bench-proxy"
-OURS = ("aiohttp>=3.10", "transformers>=4.57", "tokenizers>=0.22", "jinja2", "numpy", "zstandard")
 PEERS = ("rllm-model-gateway==0.1.0", "litellm[proxy]==1.108.7")
 ANSWER_TOKENS = 200
 TURN_TOKENS = 1280  # answer and new text together: 100 turns are 128k
@@ -107,21 +105,13 @@ async def serve_upstream(port: int, delay_s: float) -> None:
     await asyncio.Event().wait()
 
 
-def import_bare(tree: Path) -> None:
-    """Makes the proxy importable without the agent loop's own imports (ray, torch)."""
-    folder = tree
-    for name in ("verl", "verl.experimental", "verl.experimental.agent_loop"):
-        folder /= name.rpartition(".")[2]
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__path__ = [str(folder)]
-
-
 async def serve_ours(tree: Path, port: int, delay_s: float, chunks: int, sessions: int, archive: Path) -> None:
     """The chat proxy. Prints the sessions' URLs and tokens, and for every line on stdin its statistics."""
     sys.path[:0] = [str(ROOT / "tests" / "proxy")]
     import real_tokenizers
+    from bare_import import import_from
 
-    import_bare(tree)
+    import_from(tree)
     from verl.experimental.agent_loop.chat_proxy.archive import Archive
     from verl.experimental.agent_loop.chat_proxy.engine import Generation
     from verl.experimental.agent_loop.vllm_chat_completion_proxy import ChatCompletionProxy, ProxyConfig
@@ -168,6 +158,16 @@ async def serve_ours(tree: Path, port: int, delay_s: float, chunks: int, session
     print(json.dumps([[proxy.openai_url(session), session.token] for session in opened]), flush=True)
 
     lags: list[float] = []
+    pauses: list[float] = []
+
+    def collecting(phase: str, info: dict[str, int]) -> None:
+        now = time.perf_counter() * 1000
+        if phase == "start":
+            pauses.append(-now)
+        else:
+            pauses[-1] += now
+
+    gc.callbacks.append(collecting)
 
     async def tick() -> None:
         while True:
@@ -179,9 +179,11 @@ async def serve_ours(tree: Path, port: int, delay_s: float, chunks: int, session
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while await reader.readline():
-        print(json.dumps({"lags": lags}), flush=True)
-        lags.clear()
+        print(json.dumps({"lags": lags, "pauses": pauses, "loop_cpu_s": time.thread_time()}), flush=True)
         gc.collect()
+        await asyncio.sleep(0)
+        lags.clear()
+        pauses.clear()
     ticker.cancel()
 
 
@@ -210,21 +212,34 @@ def poll(port: int, path: str) -> None:
 # -- starting them ----------------------------------------------------------------------------------------------------
 
 
-def environment_of(name: str, packages: tuple[str, ...], variable: str) -> Path:
-    """The interpreter of a virtual environment with ``packages``, made once."""
-    if given := os.environ.get(variable):
+def our_python() -> Path:
+    """The interpreter of the environment of the chat proxy's tests, made if need be."""
+    if given := os.environ.get("BENCH_PROXY_PYTHON"):
         return Path(given)
-    folder = ENVIRONMENTS / name
+    sys.path[:0] = [str(ROOT / "tests" / "proxy")]
+    import setup_proxy
+
+    try:
+        return Path(setup_proxy.ensure(setup_proxy.INTO))
+    except setup_proxy.setup_env.SetupError as error:
+        raise SystemExit(str(error)) from None
+
+
+def peers_python() -> Path:
+    """The interpreter of a virtual environment with ``PEERS``, made once."""
+    if given := os.environ.get("BENCH_PROXY_PEERS_PYTHON"):
+        return Path(given)
+    folder = ENVIRONMENTS / "peers"
     stamp = folder / ".packages"
-    if not stamp.exists() or stamp.read_text() != repr(packages):
+    if not stamp.exists() or stamp.read_text() != repr(PEERS):
         shutil.rmtree(folder, ignore_errors=True)
-        print(f"making {folder} with {', '.join(packages)}", file=sys.stderr)
+        print(f"making {folder} with {', '.join(PEERS)}", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        install = [folder / "bin" / "python", "-m", "pip", "install", "-q", *packages]
+        install = [folder / "bin" / "python", "-m", "pip", "install", "-q", *PEERS]
         done = subprocess.run(install, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"{name}: {' '.join(packages)} can't be installed: {done.stderr.strip().splitlines()[-1]}")
-        stamp.write_text(repr(packages))
+            raise SystemExit(f"{' '.join(PEERS)} can't be installed: {done.stderr.strip().splitlines()[-1]}")
+        stamp.write_text(repr(PEERS))
     return folder / "bin" / "python"
 
 
@@ -326,7 +341,7 @@ def target(
     name: str, options: argparse.Namespace, sessions: int, delay_s: float = 0.0, chunks: int = 1
 ) -> Iterator[Target]:
     """The server of that name, started afresh."""
-    ours = environment_of("ours", OURS, "BENCH_PROXY_PYTHON")
+    ours = our_python()
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="bench-proxy-") as scratch:
         if name == "chat proxy":
@@ -366,7 +381,7 @@ def target(
                     [pid],
                 )
                 return
-            peers = environment_of("peers", PEERS, "BENCH_PROXY_PEERS_PYTHON").parent
+            peers = peers_python().parent
             if name.startswith("rllm"):
                 store = name.split()[-1]
                 command = [peers / "rllm-model-gateway", "--host", "127.0.0.1", "--port", port, "--store", store]
@@ -437,6 +452,8 @@ class Load:
     health: list[float] = field(default_factory=list)
     late: list[float] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)
+    loop_cpu_s: float = 0.0
     cpu_s: float = 0.0
     others: float = 0.0
     memory_before: float = 0.0
@@ -465,8 +482,7 @@ async def put_load(
 
     load = Load(turns=[[] for _ in range(turns)])
     command = [sys.executable, HERE, "--role", "poll", "--port", on.port, "--path", on.health]
-    if on.statistics is not None:
-        on.statistics()
+    loop_cpu_s = on.statistics()["loop_cpu_s"] if on.statistics is not None else 0.0
     core = 1 if pinned(1) else 0
     began, busy = time.perf_counter(), busy_s(core)
     load.memory_before, cpu = on.memory_mb(), on.cpu_s()
@@ -513,7 +529,9 @@ async def put_load(
     load.cpu_s = on.cpu_s() - cpu
     load.others = max(0.0, busy_s(core) - busy - load.cpu_s) / (time.perf_counter() - began)
     if on.statistics is not None:
-        load.lags = on.statistics()["lags"]
+        figures = on.statistics()
+        load.lags, load.pauses = figures["lags"], figures["pauses"]
+        load.loop_cpu_s = figures["loop_cpu_s"] - loop_cpu_s
         on.statistics()  # what it collected is free now
     load.memory_after = on.memory_mb()
     return load
@@ -604,9 +622,10 @@ def long(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def grown(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    sessions, turns = options.sessions or (32 if options.quick else 256), 20 if options.quick else 100
+    sessions = options.sessions or (32 if options.quick else 256)
+    turns = options.turns or (20 if options.quick else 100)
     with target(name, options, sessions, options.engine_s, options.chunks) as on:
-        load = asyncio.run(put_load(on, sessions, turns, TURN_TOKENS, options.engine_s, options.think_s))
+        load = asyncio.run(put_load(on, sessions, turns, 128_000 // turns, options.engine_s, options.think_s))
         total, count = prepared(on.port)
     return {
         "sessions": sessions,
@@ -617,7 +636,10 @@ def grown(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "lag_p50": quantile(load.lags, 0.5),
         "lag_p99": quantile(load.lags, 0.99),
         "lag_max": max(load.lags, default=None),
+        "collector_max": max(load.pauses, default=None),
+        "collector_share": sum(load.pauses) / 1000 / load.seconds,
         "cpu_ms_per_call": load.cpu_s / max(1, load.calls) * 1000,
+        "loop_ms_per_call": load.loop_cpu_s / max(1, load.calls) * 1000,
         "memory_mb_per_trajectory": (load.memory_after - load.memory_before) / sessions,
         "last_turns_p50": quantile([value for turn in load.turns[-5:] for value in turn], 0.5),
         "prepare_ms": total / count,
@@ -731,6 +753,7 @@ def main() -> int:
     parser.add_argument("--tree", type=Path, help="a patched tree of verl")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sessions", type=int, help="sessions of `grown`")
+    parser.add_argument("--turns", type=int, help="turns of `grown`, to 128k tokens in all")
     parser.add_argument("--engine-s", type=float, default=2.0)
     parser.add_argument("--think-s", type=float, default=3.0)
     parser.add_argument("--chunks", type=int, default=8, help="pieces in which the engine of `grown` streams")
@@ -748,8 +771,8 @@ def main() -> int:
         poll(options.port, options.path)
     if options.role:
         return 0
-    python = environment_of("ours", OURS, "BENCH_PROXY_PYTHON")
-    if Path(sys.executable).resolve().parent != python.resolve().parent and "BENCH_PROXY_INSIDE" not in os.environ:
+    python = our_python()
+    if Path(sys.executable) != python and "BENCH_PROXY_INSIDE" not in os.environ:
         # The load needs aiohttp too.
         os.environ["BENCH_PROXY_INSIDE"] = "1"
         tree = [] if options.tree else ["--tree", str(default_tree())]

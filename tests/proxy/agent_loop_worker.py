@@ -11,14 +11,17 @@ import argparse
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from serving import byte_tokenizer, pass_time, until
 
 HERE = Path(__file__).parent
 SAID = ["one", "two", "three"]
 LAYERS, TOP_K = 2, 2
+HANG_S = 600.0
 FIELDS = ("termination_reason", "request_id", "min_global_steps", "max_global_steps", "trial_dir")
 
 
@@ -59,11 +62,9 @@ class Client:
 
 
 def make_model(folder: Path) -> Path:
-    sys.path.insert(0, str(HERE))
-    import serving
     from transformers import Qwen2Config
 
-    tokenizer = serving.byte_tokenizer()
+    tokenizer = byte_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder)
     Qwen2Config(
@@ -104,7 +105,7 @@ def loop(name: str, folder: Path, command: str, **sections: Any) -> dict[str, An
         "name": name,
         "_target_": "verl.experimental.agent_loop.proxy_agent_loop.ProxyAgentLoop",
         "trial": {"trials_dir": str(folder / "harbor_trials"), **sections.pop("trial", {})},
-        "scaffold": {"command": command, "kill_grace_s": 0.3, "timeout_s": 60, **sections.pop("scaffold", {})},
+        "scaffold": {"command": command, "timeout_s": HANG_S + 600.0, **sections.pop("scaffold", {})},
         **sections,
     }
 
@@ -179,7 +180,7 @@ async def in_process(folder: Path, model: Path) -> dict[str, Any]:
         loop("proxy_agent", folder, f"TASK={{instruction}} {agent} openai 3"),
         loop("anthropic", folder, f"TASK={{instruction}} {agent} anthropic 2"),
         loop("crash", folder, f"{agent} openai 1 --then 3"),
-        loop("hang", folder, f"{agent} openai 2 --then sleep", scaffold={"timeout_s": 8}),
+        loop("hang", folder, f"{agent} openai 2 --then sleep", scaffold={"timeout_s": HANG_S}),
         loop("absent", folder, "no-such-agent", trial={"attempts": 1}),
         loop("overflow", folder, f"{agent} openai 1 --then overflow 2"),
         loop("flaky", folder, f"test -e {folder}/again || {{ touch {folder}/again; exit 1; }}; {agent} openai 1"),
@@ -191,7 +192,11 @@ async def in_process(folder: Path, model: Path) -> dict[str, Any]:
         options = {"enable_rollout_routing_replay": True} if moe else {}
         worker = AgentLoopWorker(make_config(folder, model, loops, **options), client)
         names = [entry["name"] for entry in loops] if not moe else ["absent", "proxy_agent"]
-        output = await worker.generate_sequences(batch(names))
+        running = asyncio.create_task(worker.generate_sequences(batch(names)))
+        if "hang" in names:
+            await until(lambda trial=running: trial.done() or only_hangs(folder / "harbor_trials"), 300)
+            pass_time(HANG_S)
+        output = await running
         result[name] = {
             "rows": told(output, worker.tokenizer),
             "asked": client.asked,
@@ -215,6 +220,13 @@ async def in_process(folder: Path, model: Path) -> dict[str, Any]:
     result["registered"] = registered()
     await server.stop_all()
     return result
+
+
+def only_hangs(trials: Path) -> bool:
+    """The agent of row 3 has its two answers, and the other rows' trials are over."""
+    over = {path.parent.name.partition("-")[0] for path in trials.glob("**/trial.json")}
+    said = [line for log in trials.glob("**/3-*/agent.log") for line in log.read_text().split()]
+    return {"0", "1", "2", "4", "5", "6"} <= over and said == ["one", "two"]
 
 
 def registered() -> Any:
@@ -245,13 +257,10 @@ def through_ray(folder: Path, model: Path) -> dict[str, Any]:
         rows = told(output, AutoTokenizer.from_pretrained(model))
         # A worker that is killed takes its agents with it.
         running = worker.generate_sequences.remote(batch(["hang"]))
-        ready, _ = ray.wait([running], timeout=15)
-        assert not ready
-        found = agents(folder)
+        end = time.monotonic() + 120
+        while not (found := agents(folder)) and time.monotonic() < end:
+            assert not ray.wait([running], timeout=0.1)[0]
         ray.kill(worker)
-        import time
-
-        end = time.monotonic() + 15
         while (left := agents(folder)) and time.monotonic() < end:
             time.sleep(0.1)
         return {"rows": rows, "running_before": len(found), "running_after": len(left)}

@@ -5,11 +5,15 @@ The proxy's files are the same on every pin of verl, so one tree is enough: the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import real_tokenizers
 from bare_import import import_from
 
 import trees
@@ -41,8 +45,6 @@ RENDERERS: dict[str, object] = {}
 
 def load_renderer(name: str) -> object:
     """The renderer of a family of `real_tokenizers.FAMILIES`, made once a run; skips where it cannot be fetched."""
-    import real_tokenizers
-
     if name not in RENDERERS:
         from verl.experimental.agent_loop.chat_proxy.rendering import Renderer
 
@@ -60,9 +62,33 @@ def renderer(request: pytest.FixtureRequest, proxy_tree: Path) -> object:
     return load_renderer(request.param)
 
 
+FIGURES: Counter[str] = Counter()
+"""What the random trials of all processes were made of."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fetches the templates before processes that run tests in parallel all want to; they say why they can't be had."""
+    if not hasattr(config, "workerinput"):
+        with contextlib.suppress(real_tokenizers.Unavailable):
+            real_tokenizers.trl_templates()
+            if os.environ.get("PROXY_TESTS") == "all":
+                real_tokenizers.llama_cpp_templates()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    FIGURES.update(getattr(sys.modules.get("test_property"), "FIGURES", {}))
+    if hasattr(session.config, "workerinput"):
+        session.config.workeroutput["figures"] = dict(FIGURES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """pytest-xdist: a process that ran tests has ended."""
+    FIGURES.update(getattr(node, "workeroutput", {}).get("figures", {}))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What the random trials were made of."""
-    figures = getattr(sys.modules.get("test_property"), "FIGURES", None)
-    if figures:
-        told = ", ".join(f"{count} {name}" for name, count in figures.items())
+    if FIGURES:
+        told = ", ".join(f"{count} {name}" for name, count in FIGURES.items())
         terminalreporter.write_line(f"chat proxy, random trials: {told}")

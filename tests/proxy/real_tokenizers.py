@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,22 @@ SPECIAL = re.compile(
 )
 
 
+@contextmanager
+def _made(folder: Path) -> Iterator[Path]:
+    """A folder to fill that becomes `folder` when it is complete; another process may be faster with the same."""
+    part = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        part.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
 def _run(command: list[str], what: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -86,12 +105,9 @@ def _npm(name: str, into: Path) -> None:
                 data = tar.extractfile(f"package/models/{file}")
                 assert data is not None
                 (Path(scratch) / file).write_bytes(data.read())
-        part = into.with_suffix(".part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(Path(scratch) / file, part / file)
-        part.rename(into)
+        with _made(into) as part:
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(Path(scratch) / file, part / file)
 
 
 def vocabulary(name: str) -> Path:
@@ -113,14 +129,10 @@ def trl_templates() -> Path:
         with tempfile.TemporaryDirectory() as scratch:
             _run([sys.executable, "-m", "pip", "-q", "download", "--no-deps", "-d", scratch, TRL], TRL)
             (wheel,) = Path(scratch).glob("*.whl")
-            part = folder.with_suffix(".part")
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            with zipfile.ZipFile(wheel) as archive:
+            with _made(folder) as part, zipfile.ZipFile(wheel) as archive:
                 for name in archive.namelist():
                     if name.startswith("trl/chat_templates/"):
                         (part / Path(name).name).write_bytes(archive.read(name))
-            part.rename(folder)
     return folder
 
 
@@ -136,16 +148,12 @@ def llama_cpp_templates() -> Path:
             options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", scratch]
             _run([*pip, "download", *options, LLAMA_CPP], LLAMA_CPP)
             (source,) = Path(scratch).glob("*.tar.gz")
-            part = folder.with_suffix(".part")
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            with tarfile.open(source) as tar:
+            with _made(folder) as part, tarfile.open(source) as tar:
                 for member in tar:
                     if "/llama.cpp/models/templates/" in member.name and member.name.endswith(".jinja"):
                         data = tar.extractfile(member)
                         assert data is not None
                         (part / Path(member.name).name).write_bytes(data.read())
-            part.rename(folder)
     return folder
 
 
@@ -172,14 +180,12 @@ def with_template(
     if renamed:
         other = FOLDER / f"{vocabulary_name}-renamed"
         if not other.exists():
-            part = other.with_suffix(".part")
-            shutil.rmtree(part, ignore_errors=True)
-            shutil.copytree(folder, part)
-            data = json.loads((folder / "tokenizer.json").read_text())
-            for token in data["added_tokens"]:
-                token["content"] = renamed.get(token["id"], token["content"])
-            (part / "tokenizer.json").write_text(json.dumps(data, ensure_ascii=False))
-            part.rename(other)
+            with _made(other) as part:
+                shutil.copy(folder / "tokenizer_config.json", part)
+                data = json.loads((folder / "tokenizer.json").read_text())
+                for token in data["added_tokens"]:
+                    token["content"] = renamed.get(token["id"], token["content"])
+                (part / "tokenizer.json").write_text(json.dumps(data, ensure_ascii=False))
         folder = other
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
     if template is not None:
@@ -209,7 +215,6 @@ def byte_level(template: str) -> Any:
 
 
 def main() -> int:
-    """Fetch everything."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="llama.cpp's templates too")
     options = parser.parse_args()

@@ -259,10 +259,20 @@ def events(text: str) -> list[tuple[str, Any]]:
     return found
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Waits for a condition; the bound only ends a test that has failed."""
     for _ in range(int(timeout_s / 0.01)):
         if condition():
             return
         await asyncio.sleep(0.01)
     raise AssertionError("the condition did not come true")
+
+
+def pass_time(seconds: float) -> None:
+    """Makes the running loop's timers come due as if ``seconds`` had passed.
+
+    A test sets a timeout that no machine is too slow for, waits until all is as it wants it, and then lets it pass.
+    """
+    loop = asyncio.get_running_loop()
+    clock = loop.time
+    loop.time = lambda: clock() + seconds  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Reply, Served, asynchronous, serve, until
+from serving import Reply, Served, asynchronous, pass_time, serve, until
 
 AGENT = f"{sys.executable} -I -S {Path(__file__).with_name('scripted_agent.py')}"
 
@@ -39,9 +39,23 @@ def attempt(served: Served, root: Path, given: Any, **options: Any) -> Any:
 
 
 async def run(served: Served, root: Path, command: str, **sections: Any) -> Any:
-    scaffold = {"command": command, "kill_grace_s": 0.3, **sections.pop("scaffold", {})}
+    scaffold = {"command": command, **sections.pop("scaffold", {})}
     options = sections.pop("options", {})
     return await attempt(served, root, settings(scaffold=scaffold, **sections), **options).run()
+
+
+async def run_to_timeout(served: Served, root: Path, command: str, come: Any, **scaffold: Any) -> Any:
+    """As ``run``, of a trial whose time is over once ``come()``."""
+    trial = asyncio.create_task(run(served, root, command, scaffold={"timeout_s": 100.0, **scaffold}))
+    await until(lambda: trial.done() or come())
+    assert not trial.done()
+    pass_time(100.0)
+    return await trial
+
+
+def logged(root: Path) -> list[str]:
+    """What the agents have printed."""
+    return [line for log in root.glob("*/agent.log") for line in log.read_text().split()]
 
 
 def alive(pid: int) -> bool:
@@ -122,7 +136,9 @@ async def test_timeout_ends_everything_and_keeps_what_was_sampled(tmp_path: Path
     pids = tmp_path / "pids"
     agent = f"trap '' TERM; setsid sleep 3600 & echo $! > {pids}; {AGENT} openai 2 --then sleep; sleep 3600"
     async with serve(["one", "two"]) as served:
-        outcome = await run(served, tmp_path, agent, scaffold={"timeout_s": 5.0})
+        outcome = await run_to_timeout(
+            served, tmp_path, agent, lambda: logged(tmp_path) == ["one", "two"], kill_grace_s=0.3
+        )
         nothing_left(served)
     assert outcome.termination == "timeout"
     assert not alive(int(pids.read_text()))
@@ -134,7 +150,7 @@ async def test_timeout_ends_everything_and_keeps_what_was_sampled(tmp_path: Path
 async def test_timeout_while_the_engine_samples(tmp_path: Path) -> None:
     gate = asyncio.Event()
     async with serve(["one", Reply("never", gate=gate)]) as served:
-        outcome = await run(served, tmp_path, f"{AGENT} openai 2", scaffold={"timeout_s": 5.0})
+        outcome = await run_to_timeout(served, tmp_path, f"{AGENT} openai 2", lambda: len(served.engine.calls) == 2)
         nothing_left(served)
     assert outcome.termination == "timeout"
     assert [turn.state for turn in outcome.trajectory.turns] == ["finished", "aborted"]
@@ -209,13 +225,15 @@ async def test_most_calls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "setup", "code"),
-    [("true", "echo no >&2; exit 3", 3), ("no-such-agent", None, 127), ("true", "sleep 60", 143)],
+    ("command", "setup", "timeout_s", "code"),
+    [("true", "echo no >&2; exit 3", 60.0, 3), ("no-such-agent", None, 60.0, 127), ("true", "sleep 60", 0.1, 143)],
 )
 @asynchronous
-async def test_a_trial_that_does_not_begin(command: str, setup: str | None, code: int, tmp_path: Path) -> None:
+async def test_a_trial_that_does_not_begin(
+    command: str, setup: str | None, timeout_s: float, code: int, tmp_path: Path
+) -> None:
     async with serve() as served:
-        scaffold = {"setup": setup, "setup_timeout_s": 0.5}
+        scaffold = {"setup": setup, "setup_timeout_s": timeout_s}
         verifier = {"command": "echo 1 > {reward_file}", "failed": -1.0}
         outcome = await run(served, tmp_path, command, scaffold=scaffold, verifier=verifier)
         nothing_left(served)
@@ -260,9 +278,12 @@ def test_processes_end_with_the_process_that_started_them(also: str, tmp_path: P
     first = int(parent.stdout.readline())
     asyncio.run(until((tmp_path / "pids").exists))
     daemon, second = map(int, (tmp_path / "pids").read_text().split())
+    os.kill(second, signal.SIGSTOP)  # else both may have done their work before the next one is killed
     parent.kill()
     if also != "nobody":
         os.kill({"first": first, "second": second}[also], signal.SIGKILL)
+    if also != "second":
+        os.kill(second, signal.SIGCONT)
     parent.wait()
     asyncio.run(until(lambda: not any(map(alive, (daemon, first, second)))))
 

@@ -24,7 +24,7 @@ def run(tree: Path, folder: Path, *options: str) -> dict[str, Any]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))

@@ -326,22 +326,49 @@ def test_a_document_of_text_is_text() -> None:
 
 
 @asynchronous
-async def test_tool_choice_and_output_format_are_followed_or_said_to_be_ignored() -> None:
-    schema = {"format": {"type": "json_schema", "schema": {"type": "object", "properties": {"title": {}}}}}
+async def test_tool_choice_none_hides_the_tools() -> None:
     async with serve() as served:
         await post(served, {"max_tokens": 9, "messages": USER, "tools": TOOLS, "tool_choice": {"type": "none"}})
-        _, _, headers = await post(
-            served,
-            {
-                "max_tokens": 9,
-                "messages": USER,
-                "tools": TOOLS,
-                "tool_choice": {"type": "any"},
-                "output_config": schema,
-            },
-        )
     assert "runs it" not in served.engine.tokenizer.decode(served.engine.calls[0][0])
-    assert headers["x-proxy-ignored"] == "tool_choice, output_config.format"
+
+
+def answer_schema(name: str) -> dict[str, Any]:
+    return {"format": {"type": "json_schema", "schema": {"type": "object", "properties": {name: {"type": "string"}}}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "run"}}, "tool_choice"),
+        ({"output_config": answer_schema("result")}, "output_config.format"),
+        ({"output_format": {"type": "json_schema", "schema": {}}}, "output_config.format"),
+    ],
+)
+@asynchronous
+async def test_a_promise_that_sampling_cannot_keep_is_refused_or_said_to_be_ignored(
+    fields: dict[str, Any], told: str
+) -> None:
+    body = {"max_tokens": 9, "messages": USER, **fields}
+    async with serve() as served:
+        status, error, headers = await post(served, body)
+        assert (status, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
+        assert f"'{told}' is not supported" in error["error"]["message"]
+        assert headers["x-should-retry"] == "false"
+        assert served.engine.calls == [] and served.turns == []
+    async with serve(service={"constraints": "tell"}) as served:
+        status, _, headers = await post(served, body)
+    assert (status, headers["x-proxy-ignored"]) == (200, told)
+
+
+@asynchronous
+async def test_a_title_may_be_no_json() -> None:
+    """Claude Code asks for one before its first turn, and a refusal is nothing that it expects."""
+    async with serve() as served:
+        status, _, headers = await post(
+            served, {"max_tokens": 9, "messages": USER, "output_config": answer_schema("title")}
+        )
+    assert (status, headers["x-proxy-ignored"]) == (200, "output_config.format")
 
 
 @asynchronous

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ def test_a_crash_loses_the_turn_in_flight_and_no_more(renderer: Any, tmp_path: P
         chat = chat_with(renderer, tmp_path / "live")
         await a_trial(chat)
         await chat.open()  # in flight when the process dies
-        chat.session._archive._executor().submit(lambda: None).result()
+        chat.session.writer.submit(lambda: None).result()
         return (tmp_path / "live" / "proxy_trajectory.jsonl").read_bytes(), list(chat.session.turns)
 
     journal, turns = asyncio.run(go())
@@ -159,13 +160,34 @@ def test_a_disk_that_cannot_be_written_ends_the_archive_and_not_the_trial(render
         (tmp_path / "file").write_text("")
         chat = chat_with(renderer, tmp_path / "file" / "trial")
         await a_trial(chat)
-        chat.session._archive._executor().submit(lambda: None).result()
+        chat.session.writer.submit(lambda: None).result()
         assert chat.session.events.total("archive", result="failed") == 1
         session = await chat.store.close("archived")
         assert session.events.total("archive", result="failed") == 1
         assert len(session.branches()) > 0
 
     asyncio.run(go())
+
+
+@QWEN
+def test_one_thread_writes_for_all_trials(renderer: Any, tmp_path: Path) -> None:
+    """Trials end together; a thread for each of them would keep the event loop from the interpreter."""
+    from verl.experimental.agent_loop.chat_proxy.archive import Archive, read_archive
+
+    async def go() -> list[str]:
+        before = set(threading.enumerate())
+        chat = Chat(renderer)
+        sessions = [chat.store.open(f"trial {number}", Archive(tmp_path / str(number))) for number in range(5)]
+        for chat.session in sessions:
+            chat.messages.clear()
+            chat.add("user", "hi")
+            await chat.turn("yes")
+        writers = [thread.name for thread in threading.enumerate() if thread not in before and "archive" in thread.name]
+        await asyncio.gather(*(chat.store.close(session.id) for session in sessions))
+        return writers
+
+    assert len(asyncio.run(go())) == 1
+    assert [len(read_archive(tmp_path / str(number)).turns) for number in range(5)] == [1] * 5
 
 
 def test_large_lists_are_written_in_pieces() -> None:

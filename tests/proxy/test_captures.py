@@ -19,7 +19,7 @@ from serving import END, Reply, Served, asynchronous, byte_tokenizer, events, se
 
 FOLDER = Path(__file__).parent / "captures"
 AGENTS = sorted(path.stem for path in FOLDER.glob("*.json"))
-SERVED = [name for name in AGENTS if name != "cx_default"]
+SERVED = [name for name in AGENTS if name != "cx_default"]  # Codex's is replayed by test_responses.py
 DROPPED = {"host", "content-length", "connection", "accept-encoding", "authorization", "x-api-key"}
 
 
@@ -294,13 +294,3 @@ async def test_terminus_gets_the_ids_that_its_own_rollout_is_made_of() -> None:
     assert first["prompt_token_ids"] == served.engine.calls[0][0] and first["choices"][0]["token_ids"] == ids
     assert second["prompt_token_ids"][: len(first["prompt_token_ids"]) + len(ids)] == first["prompt_token_ids"] + ids
     assert len(first["choices"][0]["logprobs"]["content"]) == len(ids)
-
-
-@asynchronous
-async def test_codex_speaks_an_api_that_is_not_here_and_is_told_so() -> None:
-    requests = load("cx_default")
-    replay = Replay(requests)
-    async with serve() as served:
-        await play(served, requests, replay)
-    assert set(replay.statuses) == {404} and served.turns == []
-    assert all(body["error"]["code"] == "not_found" for body in replay.bodies)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from typing import Any
 
@@ -144,6 +145,29 @@ async def test_a_client_that_leaves_frees_the_engine_and_its_answer_is_no_action
     assert sampled == len("a fresh answer") + 1
 
 
+@pytest.mark.parametrize("at", ["body", "plain", "stream", "late"])
+@asynchronous
+async def test_a_client_that_leaves_is_no_error_in_the_log(at: str, caplog: pytest.LogCaptureFixture) -> None:
+    hold = asyncio.Event()
+    service = {"disconnect_grace_s": 0.0, "whole_heartbeat_s": 0.05 if at == "late" else None, "heartbeat_s": 0.05}
+    async with serve(Reply("some text", hold_at=3, hold=hold), service=service) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.proxy.port)
+        body = json.dumps({"messages": USER, "stream": at == "stream"}).encode()
+        head = f"POST {served.chat_url.partition(str(served.proxy.port))[2]} HTTP/1.1\r\nHost: x\r\n"
+        head += (
+            f"Authorization: {served.bearer['Authorization']}\r\nContent-Length: {len(body) + (at == 'body')}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        free = served.session.gate._free
+        await until(lambda: free._value == 15 if at == "body" else served.engine.running == 1)
+        if at in ("stream", "late"):
+            assert await reader.readline()
+        writer.transport.abort()
+        await until(lambda: served.engine.running == 0 and free._value == 16)
+        await asyncio.sleep(0.05)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 @asynchronous
 async def test_an_engine_that_can_not_be_stopped_keeps_the_answer_for_a_repeat() -> None:
     hold = asyncio.Event()
@@ -269,6 +293,37 @@ async def test_an_answer_that_is_being_written_is_not_given_to_another_client() 
             async with http.post(served.chat_url, json=other, headers=served.bearer) as response:
                 assert await said(response) == "other"
         writer.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@asynchronous
+async def test_a_repeat_has_thoughts_text_and_calls(stream: bool) -> None:
+    call = '<tool_call>\n{"name": "bash", "arguments": {"n": 1}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
+    async with serve(f"<think>\nwhy\n</think>\n\nok\n{call}") as served, aiohttp.ClientSession() as http:
+        found = []
+        for streamed in (not stream, stream):
+            asked = arguments(served, "openai", stream=streamed, **{"Idempotency-Key": "k"})
+            asked["json"]["tools"] = tools
+            async with http.post(**asked) as response:
+                text = await response.text()
+            if not streamed:
+                message = json.loads(text)["choices"][0]["message"]
+                calls = [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]]
+                found.append((message["reasoning_content"], message["content"], calls))
+                continue
+            deltas = [data["choices"][0]["delta"] for _, data in events(text) if data != "[DONE]"]
+            parts = [part for delta in deltas for part in delta.get("tool_calls", [])]
+            arguments_ = "".join(part["function"]["arguments"] for part in parts)
+            found.append(
+                (
+                    "".join(delta.get("reasoning_content", "") for delta in deltas),
+                    "".join(delta.get("content") or "" for delta in deltas),
+                    [(parts[0]["id"], parts[0]["function"]["name"], arguments_)],
+                )
+            )
+        assert len(served.engine.calls) == 1
+    assert found[0] == found[1] and found[0][0].strip() == "why" and found[0][1].strip() == "ok"
 
 
 @asynchronous

@@ -332,3 +332,51 @@ async def test_one_sessions_prompts_are_made_one_at_a_time_and_anothers_beside_t
         assert len(inside) == 1
         gate.set()
         assert [(await call).status for call in calls] == [200, 200, 200] and len(inside) == 3
+
+
+@asynchronous
+async def test_a_session_can_have_a_smaller_context_than_the_server() -> None:
+    async with serve(context_limit=4096) as served, aiohttp.ClientSession() as http:
+        small = served.proxy.open_session("small", context_limit=60)
+        large = served.proxy.open_session("large", context_limit=10**6)
+        for session, limit in ((small, 60), (large, 4096)):
+            url, headers = served.proxy.openai_url(session), {"Authorization": f"Bearer {session.token}"}
+            async with http.get(f"{url}/models", headers=headers) as response:
+                assert (await response.json())["data"][0]["max_model_len"] == limit
+            async with http.get(f"{url}/models/any", headers=headers) as response:
+                assert (await response.json())["max_model_len"] == limit
+            async with http.post(f"{url}/chat/completions", json={"messages": USER}, headers=headers) as response:
+                assert response.status == 200
+            prompt, params = served.engine.calls[-1]
+            assert params["max_tokens"] == limit - len(prompt)
+        for text in ("y" * 100, "y" * 10**5):  # one is refused by its tokens, the other before they are counted
+            body = {"messages": [{"role": "user", "content": text}]}
+            url, headers = served.proxy.openai_url(small), {"Authorization": f"Bearer {small.token}"}
+            async with http.post(f"{url}/chat/completions", json=body, headers=headers) as response:
+                error = (await response.json())["error"]
+            assert (
+                error["code"] == "context_length_exceeded" and "maximum context length is 60 tokens" in error["message"]
+            )
+
+
+@pytest.mark.parametrize(("room", "full"), [(10, True), (1000, False)])
+@asynchronous
+async def test_no_more_is_sampled_than_the_windows_of_training_hold(room: int, full: bool) -> None:
+    """The limit depends on the conversation's first prompt, which shares the response's window where it is longer."""
+    from verl.experimental.agent_loop.chat_proxy.trajectory import Window
+
+    async with serve("ok", context_limit=4096) as served, aiohttp.ClientSession() as http:
+        session = served.proxy.open_session("window", window=Window(prompt=room, response=35))
+        url = f"{served.proxy.openai_url(session)}/chat/completions"
+        headers = {"Authorization": f"Bearer {session.token}"}
+        messages = list(USER)
+        for turn in range(2):
+            async with http.post(url, json={"messages": messages}, headers=headers) as response:
+                answer = await response.json()
+            if turn == 1 and full:
+                assert answer["error"]["code"] == "context_length_exceeded"
+                break
+            first = len(served.engine.calls[0][0])
+            prompt, params = served.engine.calls[turn]
+            assert params["max_tokens"] == min(first, room) + 35 - len(prompt)
+            messages += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "on"}]

@@ -251,16 +251,63 @@ async def test_token_ids_and_log_probabilities_are_told_on_request() -> None:
 async def test_tools_are_hidden_by_tool_choice_none_and_what_is_not_followed_is_said() -> None:
     async with serve("no") as served:
         await post(served, {"messages": USER, "tools": TOOLS, "tool_choice": "none"})
-        _, _, headers = await post(
-            served,
-            {"messages": USER, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-        )
+        body = {"messages": USER, "tools": TOOLS, "parallel_tool_calls": False, "logit_bias": {"5": 1}}
+        _, _, headers = await post(served, body)
         _, _, quiet = await post(served, {"messages": USER, "response_format": {"type": "text"}, "tool_choice": "auto"})
     texts = [served.engine.tokenizer.decode(ids) for ids, _ in served.engine.calls]
     assert "runs a command" not in texts[0] and "runs a command" in texts[1]
-    assert headers["x-proxy-ignored"] == "response_format, tool_choice"
+    assert headers["x-proxy-ignored"] == "logit_bias, parallel_tool_calls"
     assert "x-proxy-ignored" not in quiet
-    assert served.count("ignored", field="tool_choice") == 1
+    assert served.count("ignored", field="logit_bias") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "bash"}}}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
+        ({"web_search_options": {}}, "web_search_options"),
+    ],
+)
+@asynchronous
+async def test_a_promise_that_sampling_cannot_keep_is_refused_or_said_to_be_ignored(
+    fields: dict[str, Any], told: str
+) -> None:
+    openai = pytest.importorskip("openai")
+    async with serve() as served, client(served) as sdk:
+        with pytest.raises(openai.BadRequestError, match=f"'{told}' is not supported") as refused:
+            await sdk.chat.completions.create(model="m", messages=USER, **fields)
+        assert (refused.value.param, refused.value.type) == (told, "invalid_request_error")
+        assert served.engine.calls == [] and served.turns == []
+    async with serve(service={"constraints": "tell"}) as served:
+        status, _, headers = await post(served, {"messages": USER, **fields})
+    assert (status, headers["x-proxy-ignored"]) == (200, told)
+    assert served.count("ignored", field=told) == 1
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+@asynchronous
+async def test_the_templates_switches_are_the_clients_only_if_they_are_given_to_it(theirs: bool) -> None:
+    """They change the prompt's beginning; the trial's own would not stay append-only if an agent toggled them."""
+    from serving import TEMPLATE, byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{{- enable_thinking | default('unset') }}{{- reasoning_effort | default('') }}" + TEMPLATE
+    )
+    async with serve(tokenizer=tokenizer, service={"client_template_kwargs": theirs}) as served:
+        openai = {"messages": USER, "chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "high"}
+        anthropic = {"messages": USER, "max_tokens": 9, "thinking": {"type": "adaptive"}}
+        await post(served, openai)
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(served.messages_url, json=anthropic, headers=served.api_key) as response,
+        ):
+            assert response.status == 200
+    texts = [tokenizer.decode(ids).partition("<|im_start|>")[0] for ids, _ in served.engine.calls]
+    assert texts == (["Falsehigh", "True"] if theirs else ["unset", "unset"])
 
 
 @pytest.mark.parametrize(

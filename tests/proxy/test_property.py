@@ -34,7 +34,7 @@ FAMILIES = [
     "gemma3",
     "gptoss",
 ]
-TRIALS = int(os.environ.get("PROXY_TRIALS", "25"))
+TRIALS = int(os.environ.get("PROXY_TRIALS", "200" if os.environ.get("PROXY_TESTS") == "all" else "25"))
 WORDS = [
     "alpha",
     "beta 世界",

@@ -6,10 +6,11 @@ import asyncio
 import datetime
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from real_tokenizers import byte_level
+import real_tokenizers
 from scripted_engine import ScriptedEngine
 from test_property import say
 
@@ -447,8 +448,92 @@ def test_the_proof_finds_a_wrong_prompt(renderer: Any) -> None:
         root.spans = (replace(root.spans[0], text="x" + root.spans[0].text),)
         drift = prove(renderer, prompt.turn, messages)
         assert drift is not None and drift.kind == "history" and drift.part == 0
+        assert root.id in drift.describe(root.id) and "'x<|im_start|>" in drift.describe(root.id)
+        root.spans = (replace(root.spans[0], text=root.spans[0].text[1:]),)
+        prompt.turn.spans = (right, right)
+        drift = prove(renderer, prompt.turn, messages)
+        assert drift is not None and drift.kind == "parts"
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("renderer", ["qwen3"], indirect=True)
+@pytest.mark.parametrize("broken", ["wrong", "refused", "failed"])
+def test_a_prompt_that_is_not_proved_is_told(renderer: Any, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the turn, in the counters and among the errors; the trial goes on."""
+    from verl.experimental.agent_loop.chat_proxy import proof
+    from verl.experimental.agent_loop.chat_proxy.errors import RenderError
+    from verl.experimental.agent_loop.chat_proxy.rendering import Context
+
+    async def go() -> Any:
+        chat = Chat(renderer)
+        chat.add("user", "hi")
+        await chat.turn("yes")
+        await chat.session.settle()
+        chat.add("user", "and")
+        if broken == "wrong":
+            real = renderer.delta
+            monkeypatch.setattr(
+                renderer, "delta", lambda *args, **kwargs: Context("", False, real(*args, **kwargs).text + "?")
+            )
+        else:
+            error = RenderError("template", "no") if broken == "refused" else KeyError("a bug")
+
+            def fails(*args: Any) -> None:
+                raise error
+
+            monkeypatch.setattr(proof, "prove", fails)
+        await chat.turn("no")
+        await chat.session.settle()
+        chat.add("user", "on")
+        await chat.turn("and on")
+        return chat.session
+
+    session = asyncio.run(go())
+    assert [turn.proved for turn in session.turns[:2]] == [True, False if broken == "wrong" else None]
+    result = {"wrong": "drift", "refused": "refused", "failed": "failed"}[broken]
+    assert session.events.total("proof", result=result) == 1
+    assert session.events.total("drift") == (broken == "wrong")
+    assert [error["kind"] for error in session.errors] == ["drift" if broken == "wrong" else "proof"]
+    assert len(session.turns) == 3
+
+
+class Slow:
+    """A tokenizer without a fast backend, as those of tiktoken vocabularies are."""
+
+    def __init__(self, fast: Any) -> None:
+        self._fast = fast
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "backend_tokenizer":
+            raise AttributeError(name)
+        return getattr(self._fast, name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_instruct", "llama3_1"])
+def test_a_tokenizer_without_a_fast_backend_gives_the_same(name: str, proxy_tree: Path) -> None:
+    from verl.experimental.agent_loop.chat_proxy.rendering import Renderer
+
+    try:
+        fast, stops = real_tokenizers.load(name)
+    except real_tokenizers.Unavailable as reason:
+        pytest.skip(str(reason))
+    text = "ok 🦊 naïve\n\n世界 <b>"
+
+    async def go(tokenizer: Any) -> Any:
+        chat = Chat(Renderer(tokenizer, stop_ids=stops))
+        chat.add("system", "be brief")
+        for number in range(3):
+            chat.add("user", f"question {number} 世界\n")
+            prompt, answer = await chat.turn(text)
+        detokenizer = prompt.detokenizer()
+        pieces = [detokenizer.push([token]) for token in answer.token_ids] + [detokenizer.finish()]
+        await chat.session.settle()
+        assert all(turn.proved for turn in chat.session.turns)
+        return prompt.ids, answer.token_ids, answer.message.text, "".join(pieces), "\ufffd" in "".join(pieces)
+
+    mine, theirs = asyncio.run(go(Slow(fast))), asyncio.run(go(fast))
+    assert mine == theirs and mine[2] == text == mine[3] and not mine[4]
 
 
 @pytest.mark.parametrize("renderer", ["qwen3"], indirect=True)
@@ -587,9 +672,45 @@ def test_images_reach_the_processor_turn_by_turn() -> None:
 def test_a_tool_format_that_nobody_knows_is_refused_at_the_start() -> None:
     from verl.experimental.agent_loop.chat_proxy.rendering import Renderer
 
-    tokenizer = byte_level("{% for m in messages %}<|a|>{{ m.role }}:{{ m.content }}<|b|>{% endfor %}<|a|>")
+    template = "{% for m in messages %}<|a|>{{ m.role }}:{{ m.content }}<|b|>{% endfor %}<|a|>"
+    tokenizer = real_tokenizers.byte_level(template)
     with pytest.raises(ValueError, match="unknown tool call format"):
         Renderer(tokenizer, tool_format="nobody")
     with pytest.raises(Exception, match="no chat template"):
         tokenizer.chat_template = None
         Renderer(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "stops"),
+    [("qwen3", ["<|im_end|>"]), ("llama3_1", ["<|eot_id|>"]), ("glm4_6", ["<|user|>", "<|observation|>"])],
+)
+def test_stop_tokens_are_found_in_the_template_where_no_configuration_lists_them(
+    name: str, stops: list[str], proxy_tree: Path
+) -> None:
+    from verl.experimental.agent_loop.chat_proxy.rendering import Renderer
+
+    try:
+        tokenizer, _ = real_tokenizers.load(name)
+    except real_tokenizers.Unavailable as reason:
+        pytest.skip(str(reason))
+    tokenizer.eos_token = None
+    renderer = Renderer(tokenizer)
+    assert renderer.tokens.stop_ids >= {tokenizer.convert_tokens_to_ids(stop) for stop in stops}
+    assert set(stops) <= set(renderer.profile.closers)
+    assert renderer.profile.openers == {stop for stop in stops if name == "glm4_6"}
+
+
+@pytest.mark.parametrize("written", ["<think>\nwhy\n</think>\n\n", "why</think>"])
+def test_reasoning_is_known_by_either_of_its_marks(written: str, proxy_tree: Path) -> None:
+    """Some templates open it in the generation prompt of the engine's choice and write its end alone."""
+    from serving import TEMPLATE
+    from verl.experimental.agent_loop.chat_proxy.rendering import Renderer
+
+    opening, _, closing = written.partition("why")
+    template = TEMPLATE.replace(
+        r"'<think>\n' + message.reasoning_content + '\n</think>\n\n'",
+        f"{opening!r} + message.reasoning_content + {closing!r}",
+    )
+    assert template != TEMPLATE or opening
+    assert Renderer(real_tokenizers.byte_level(template)).profile.reasoning == ("<think>", "</think>")

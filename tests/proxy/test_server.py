@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,19 @@ async def test_the_advertised_host_is_in_the_urls() -> None:
         assert served.proxy.url == f"http://trainer.local:{served.proxy.port}"
     async with serve(advertised_host="fd00::1") as served:
         assert served.proxy.url == f"http://[fd00::1]:{served.proxy.port}"
+
+
+@asynchronous
+async def test_a_wildcard_is_advertised_as_this_nodes_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, util = types.ModuleType("ray"), types.ModuleType("ray.util")
+    util.get_node_ip_address = lambda: "10.1.2.3"  # type: ignore[attr-defined]
+    ray.util = util  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.util", util)
+    async with serve(host="0.0.0.0") as served:
+        assert served.proxy.url == f"http://10.1.2.3:{served.proxy.port}"
+    async with serve(host="localhost") as served:
+        assert served.proxy.url == f"http://localhost:{served.proxy.port}"
 
 
 @pytest.mark.parametrize("method", ["HEAD", "GET"])
@@ -292,3 +307,18 @@ def test_neither_ray_nor_torch_nor_vllm_is_needed_to_import_it(proxy_tree: Path)
     run = subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == []
+
+
+@asynchronous
+async def test_the_interpreter_is_tuned_while_it_serves_and_no_longer() -> None:
+    before = sys.getswitchinterval(), gc.get_threshold()
+    async with serve() as served:
+        assert sys.getswitchinterval() == 0.001 and gc.get_threshold() == (20_000, *before[1][1:])
+        await served.proxy.stop()
+        assert (pytest.approx(sys.getswitchinterval()), gc.get_threshold()) == before
+    gc.set_threshold(0)  # the process does without
+    try:
+        async with serve():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before[1])

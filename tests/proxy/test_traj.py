@@ -94,6 +94,15 @@ def test_an_echo_in_other_words_is_the_same_turn(renderer: Any) -> None:
 # -- rewritten history ---------------------------------------------------------------------------------------------
 
 
+def test_only_an_assistants_text_can_be_an_echo() -> None:
+    from verl.experimental.agent_loop.chat_proxy.messages import Image, Message, Text, same_assistant
+
+    ours = Message("assistant", (Text("yes"),))
+    assert same_assistant(ours, ours) == "exact"
+    assert same_assistant(ours, replace(ours, role="user")) is None
+    assert same_assistant(ours, replace(ours, parts=(Text("yes"), Image("data:image/png;base64,AA==")))) is None
+
+
 @QWEN
 def test_rewritten_history_keeps_what_stands_and_recomputes_the_rest(renderer: Any) -> None:
     """The second question is edited: the first answer keeps its sampled values, the two after it are recomputed."""
@@ -107,6 +116,7 @@ def test_rewritten_history_keeps_what_stands_and_recomputes_the_rest(renderer: A
         assert prompt.kind == "rewrite" and prompt.turn.parent is old[0]
         await chat.session.settle()
         assert chat.engine.scored == [prompt.ids], "once a rewrite, over the very prompt"
+        assert chat.session.events.total("recompute", result="done") == 1
         first, second = exported(chat.session)
         assert first.primary and first.traj_acc_ids[: len(prompt.ids)] == prompt.ids
         begin = first.prompt_length
@@ -321,9 +331,7 @@ def test_an_idempotency_key_replays_and_an_aborted_turn_never_does(renderer: Any
         chat.add("user", "a")
         request = Request(tuple(chat.messages), idempotency_key="k")
         prompt = await chat.session.open_turn(request)
-        waiting = asyncio.create_task(prompt.turn.settled())
         chat.session.abort_turn(prompt.turn, "engine died")
-        await waiting
         assert prompt.turn.error == "engine died" and chat.session.find_replay(request) is None
         prompt = await chat.session.open_turn(request)
         assert chat.session.find_replay(request) is prompt.turn
@@ -394,6 +402,45 @@ def test_an_abort_is_resumed_behind_what_was_sampled(renderer: Any) -> None:
     asyncio.run(go())
 
 
+@QWEN
+def test_a_stream_is_resumed_to_the_budget_and_no_further(renderer: Any) -> None:
+    """An abort when all tokens are there is a length; one that brings no token is tried a number of times."""
+    from verl.experimental.agent_loop.chat_proxy.engine import (
+        EngineAborted,
+        Generation,
+        generate_resumed,
+        stream_resumed,
+    )
+
+    class Engine:
+        def __init__(self, parts: list[list[int]]) -> None:
+            self.parts = parts
+            self.asked: list[tuple[list[int], int]] = []
+
+        async def generate(self, request_id: str, ids: list[int], params: dict[str, Any], *, media: Any = None) -> Any:
+            self.asked.append((ids, params["max_tokens"]))
+            part = self.parts.pop(0)
+            return Generation(part, [-1.0] * len(part), stop_reason="aborted")
+
+        async def stream(self, *args: Any, **kwargs: Any) -> Any:
+            yield await self.generate(*args, **kwargs)
+
+    async def streamed(engine: Engine) -> list[Any]:
+        return [chunk async for chunk in stream_resumed(engine, "s", [7], {"max_tokens": 3}, wait=0, attempts=2)]  # type: ignore[arg-type]
+
+    async def whole(engine: Engine) -> list[Any]:
+        return [await generate_resumed(engine, "s", [7], {"max_tokens": 3}, wait=0, attempts=2)]  # type: ignore[arg-type]
+
+    for run in (streamed, whole):
+        engine = Engine([[1, 2], [], [3]])
+        chunks = asyncio.run(run(engine))
+        assert [token for chunk in chunks for token in chunk.token_ids] == [1, 2, 3]
+        assert chunks[-1].stop_reason == "length" and not any(chunk.aborted for chunk in chunks)
+        assert engine.asked == [([7], 3), ([7, 1, 2], 1), ([7, 1, 2], 1)]
+        with pytest.raises(EngineAborted, match="2 times"):
+            asyncio.run(run(Engine([[1], [], []])))
+
+
 def test_parts_of_a_generation_are_joined_without_a_shift() -> None:
     """Rows that an earlier part had stay (their weights ran them); a part without log-probabilities leaves none."""
     from verl.experimental.agent_loop.chat_proxy.engine import Generation, join
@@ -462,20 +509,44 @@ def test_finish_reasons(renderer: Any) -> None:
 
 
 @QWEN
+def test_a_stop_token_in_the_middle_of_an_answer_is_one_of_its_tokens(renderer: Any) -> None:
+    """An engine told to ignore it goes on behind it; nothing is cut and the next prompt has it where it was sampled."""
+
+    async def go() -> None:
+        chat = Chat(renderer)
+        chat.add("user", "a")
+        end = chat.stop_id("")
+        ids = [*renderer.tokens.encode_now("one"), end, *renderer.tokens.encode_now("two"), end]
+        first, answer = await chat.turn(ids=ids, stop=None)
+        assert answer.token_ids == ids and answer.finish_reason == "stop"
+        assert answer.message.text == "one<|im_end|>two"
+        detokenizer = first.detokenizer()
+        assert detokenizer.push(ids) + detokenizer.finish() == answer.message.text
+        chat.add("user", "b")
+        second = await chat.open()
+        assert second.kind == "append" and second.ids[: len(first.ids) + len(ids)] == first.ids + ids
+        await chat.session.settle()
+        (acc,) = exported(chat.session)
+        assert actions(acc) == ids
+
+    asyncio.run(go())
+
+
+@QWEN
 def test_max_tokens_is_explicit_and_fits_the_context(renderer: Any) -> None:
     from verl.experimental.agent_loop.chat_proxy.errors import ContextOverflow
     from verl.experimental.agent_loop.chat_proxy.messages import Request, text_message
 
     async def go() -> None:
         chat = Chat(renderer)
-        chat.store.context_limit = 100
+        chat.session.context_limit = 100
         chat.add("user", "a")
         n = len((await chat.open()).ids)
         assert (await chat.open()).max_tokens == 100 - n
         assert (await chat.open(max_tokens=32000)).max_tokens == 100 - n
         assert (await chat.open(max_tokens=7)).sampling_params()["max_tokens"] == 7
         turns = len(chat.session.turns)
-        chat.store.context_limit = n
+        chat.session.context_limit = n
         with pytest.raises(ContextOverflow) as caught:
             await chat.open()
         assert (caught.value.prompt_tokens, caught.value.limit, len(chat.session.turns)) == (n, n, turns)
