@@ -22,6 +22,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def newest_verl_tree() -> Path:
+    """The patched tree of verl's last pin that can be had: for what the series' own files do, the same on every pin."""
+    if listed := os.environ.get("PATCHED_VERL_TREES"):
+        return Path(listed.split(":")[-1])
+    for pin in reversed(trees.PROJECT.pins.of("verl")):
+        if trees.available(pin) is None:
+            return trees.applied(pin)
+    pytest.skip("no patched verl tree can be had here")
+
+
+@pytest.fixture(scope="session")
 def pristine_verl_tree(verl_tree: Path) -> Path:
     """What `verl_tree` was before the series was applied."""
     if listed := os.environ.get("PRISTINE_VERL_TREES"):

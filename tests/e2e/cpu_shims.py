@@ -8,12 +8,42 @@ give. Call them before the engine is built; calling one twice is harmless.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import torch
+
+
+def stub_platform() -> None:
+    """Newer verl has platforms for CUDA, ROCm and NPUs, and falls back to CUDA. Call it before the rest of verl loads.
+
+    The platform for a CPU answers as verl did before it had any: the device is "cpu", with the module `torch.cpu`.
+    """
+    if importlib.util.find_spec("verl.plugin") is None:
+        return
+    platform = importlib.import_module("verl.plugin.platform")
+    members: dict[str, Any] = {name: lambda self, *_: None for name in platform.PlatformBase.__abstractmethods__}
+    members |= {name: property(lambda self: "cpu") for name in ("device_name", "vendor_name")}
+    members |= {
+        "device_module": property(lambda self: torch.cpu),
+        "is_available": lambda self: True,
+        "current_device": lambda self: torch.cpu.current_device(),
+        "device_count": lambda self: 1,
+        "manual_seed": lambda self, seed: torch.manual_seed(seed),
+        "manual_seed_all": lambda self, seed: torch.manual_seed(seed),
+        "get_device_capability": lambda self, *_: (None, None),
+        "communication_backend_name": lambda self: "gloo",
+        "visible_devices_envvar": lambda self: "CUDA_VISIBLE_DEVICES",
+        "nvtx_range": lambda self, _: nullcontext(),
+        "ray_resource_name": lambda self: "CPU",
+        "ray_noset_envvars": lambda self: [],
+        "is_ipc_supported": lambda self: False,
+    }
+    platform.set_platform(type("CpuPlatform", (platform.PlatformBase,), members)())
 
 
 def stub_flash_attention() -> None:
@@ -87,6 +117,7 @@ def stub_transformer_engine() -> None:
         return spec
 
     bridge.get_gpt_decoder_block_spec = local_spec
+    _drop_value_model_setting()
     layer = "model.layers.{layer_number}"
     qwen2.Qwen2Bridge._OTHER_MAPPING = {"input_layernorm.weight": [f"{layer}.input_layernorm.weight"]}
     qwen2.Qwen2Bridge._MLP_MAPPING["pre_mlp_layernorm.weight"] = [f"{layer}.post_attention_layernorm.weight"]
@@ -106,6 +137,19 @@ def stub_fused_kernels() -> None:
         return log_probs, -(log_softmax.exp() * log_softmax).sum(-1)
 
     fused.linear_cross_entropy = linear_cross_entropy
+
+
+def _drop_value_model_setting() -> None:
+    """verl 0.9.0 says to every bridge that a value model doesn't share its embeddings; mbridge has no such setting and
+    takes it from the model's configuration, where verl says it too."""
+    bridge: Any = importlib.import_module("mbridge.core.bridge").Bridge
+    real = bridge.set_extra_args
+
+    def set_extra_args(self: Any, **settings: Any) -> None:
+        settings.pop("share_embeddings_and_output_weights", None)
+        real(self, **settings)
+
+    bridge.set_extra_args = set_extra_args
 
 
 def _packed_attention() -> type[torch.nn.Module]:

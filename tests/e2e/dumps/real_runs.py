@@ -70,7 +70,7 @@ class Runs:
         """The folder with `update_actor` and, for every fault, `generate_{fault}`."""
         if scenario not in self._made:
             root = self.folder / scenario.name
-            _run(self.tree, root, scenario)
+            make_dumps(self.tree, root, scenario)
             self._made[scenario] = root
         return self._made[scenario]
 
@@ -81,7 +81,8 @@ class Runs:
             return {name: json.loads(text) for name, _, text in run.results}
 
 
-def _run(tree: Path, root: Path, scenario: Scenario) -> None:
+def make_dumps(tree: Path, root: Path, scenario: Scenario) -> None:
+    """Run both sides on a CPU: `root/update_actor`, and a `root/generate_{fault}` for every fault."""
     root.mkdir(parents=True)
     # As many key heads as heads: else q and k have different widths and cannot be swapped.
     shape = tiny_model.TinyModel(layers=LAYERS, hidden=128, heads=4, kv_heads=4, intermediate=256, seed=scenario.seed)

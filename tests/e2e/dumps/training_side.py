@@ -115,6 +115,7 @@ def main() -> None:
     scenario_file = Path(sys.argv[1])
     scenario: dict[str, Any] = json.loads(scenario_file.read_text(encoding="utf-8"))
     torch.set_num_threads(1)
+    cpu_shims.stub_platform()
     cpu_shims.stub_flash_attention()
     if scenario["backend"] == "megatron":
         cpu_shims.stub_cuda_for_megatron()

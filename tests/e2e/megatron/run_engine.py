@@ -49,6 +49,7 @@ def build_engine(scenario: dict[str, Any], role: str) -> Any:
         virtual_pipeline_model_parallel_size=scenario.get("vpp"),
         use_dynamic_bsz=False,
         use_fused_kernels=scenario.get("fused_kernels", False),
+        vanilla_mbridge=True,
         micro_batch_size_per_gpu=1,
         infer_micro_batch_size_per_gpu=1,
         forward_only=role == "ref",
@@ -170,6 +171,7 @@ def main() -> None:
     scenario: dict[str, Any] = json.loads(scenario_file.read_text(encoding="utf-8"))
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
+    cpu_shims.stub_platform()
     cpu_shims.stub_flash_attention()
     cpu_shims.stub_cuda_for_megatron()
     cpu_shims.stub_transformer_engine()

@@ -91,6 +91,7 @@ def build_engine(engine_class: Any) -> Any:
     engine.engine_config = SimpleNamespace(forward_only=False, tensor_parallel_size=1, ep_size=1, use_dynamic_bsz=False)
     engine.model_config = SimpleNamespace(use_remove_padding=True)
     engine.model_fwd_context = engine.model_bwd_context = nullcontext()
+    engine.trainer = SimpleNamespace(train_context=nullcontext)
     engine._moe_monitor = engine._router_replay = None
     engine.enable_routing_replay = False
     engine.get_data_parallel_size = lambda: 1
@@ -135,6 +136,7 @@ def main() -> None:
     out, names = Path(sys.argv[1]).resolve(), sys.argv[2:]
     for library, _ in ENGINES.values():
         sys.meta_path.insert(0, MockLibrary(library))
+    cpu_shims.stub_platform()
     cpu_shims.stub_flash_attention()
     torch.distributed.init_process_group("gloo", init_method=f"file://{out.parent}/rendezvous", rank=0, world_size=1)
     result = {"pid": os.getpid(), "engines": {name: run(name) for name in names}}

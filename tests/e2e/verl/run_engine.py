@@ -177,6 +177,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     torch.manual_seed(5)
+    cpu_shims.stub_platform()
     cpu_shims.stub_flash_attention()
     cpu_shims.stub_fsdp()
     stub_memory_statistics()

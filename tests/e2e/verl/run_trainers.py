@@ -21,6 +21,7 @@ from weights import weights_digest
 
 CONFIGS = {
     "ppo": ("ppo_trainer", "trainer/config"),
+    "v1": ("ppo_trainer", "trainer/config"),
     "fully_async": ("fully_async_ppo_trainer", "experimental/fully_async_policy/config"),
 }
 FULLY_ASYNC = (
@@ -48,14 +49,21 @@ def main() -> None:
         actors.critic = world.build_critic(base)
     if scenario.get("ref"):
         actors.ref = world.build_actor(base, "ref")
+    if any(fit["trainer"] == "v1" for fit in scenario["fits"]):
+        import v1_world
+
+        v1_world.start_queue()
     results = []
     for fit in scenario["fits"]:
         trainer = fit["trainer"]
         extra = FULLY_ASYNC if trainer == "fully_async" else ()
         config = world.compose(*CONFIGS[trainer], [*strategy, *extra, *fit["overrides"]])
-        run = actors.fit_fully_async if trainer == "fully_async" else actors.fit_ppo
         result: dict[str, Any] = {"before": digests(actors), "rollouts_before": actors.rollouts}
-        result["metrics"] = numbers(run(config, fit.get("log_probs", False)))
+        if trainer == "v1":
+            result["metrics"] = numbers(v1_world.fit(actors, config, fit.get("samples")))
+        else:
+            run = actors.fit_fully_async if trainer == "fully_async" else actors.fit_ppo
+            result["metrics"] = numbers(run(config, fit.get("log_probs", False)))
         result["after"] = digests(actors)
         results.append(result)
     (scenario_file.parent / "result.json").write_text(

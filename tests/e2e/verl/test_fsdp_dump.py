@@ -126,10 +126,10 @@ def test_lora_reference(verl_tree: Path, model: Path, tmp_path: Path) -> None:
     assert run.steps() == {0, 1, 2, 3}
 
 
-def test_step_and_rank_lists(verl_tree: Path, model: Path, tmp_path: Path) -> None:
+def test_step_and_rank_lists(newest_verl_tree: Path, model: Path, tmp_path: Path) -> None:
     """A line is written for a step that msprobe dumps, under msprobe's number, and none after its last step."""
     run = run_engine(
-        verl_tree, tmp_path, model, [infer("a"), infer("b"), infer("c")],
+        newest_verl_tree, tmp_path, model, [infer("a"), infer("b"), infer("c")],
         env={"DUMP_ON": "1"}, world_size=2, strategy="fsdp2", dump_config={"step": [1, 2], "rank": [1]},
     )  # fmt: skip
     assert run.lines(0) == [] and run.steps(0) == set()
@@ -137,14 +137,16 @@ def test_step_and_rank_lists(verl_tree: Path, model: Path, tmp_path: Path) -> No
     assert run.steps(1) == {1, 2}
 
 
-def test_what_is_said_once(verl_tree: Path, model: Path, tmp_path: Path) -> None:
+def test_what_is_said_once(newest_verl_tree: Path, model: Path, tmp_path: Path) -> None:
     """Several requests in a step, and samples without an id: warned about once, logged as what they are."""
     actions = [
         infer("a", settings={"micro_batch_size_per_gpu": 2}),
         infer("b", non_tensors={"request_id": ["b0", None, "b2", None]}),
         infer("c", crop="original"),
     ]
-    run = run_engine(verl_tree, tmp_path, model, actions, env={"DUMP_ON": "1", "PROMPTS_ONLY": "1"}, strategy="fsdp2")
+    run = run_engine(
+        newest_verl_tree, tmp_path, model, actions, env={"DUMP_ON": "1", "PROMPTS_ONLY": "1"}, strategy="fsdp2"
+    )
     lines = run.lines()
     assert [line["request_ids"] for line in lines] == [["a0", "a1"], ["a2", "a3"], ["b0"], [None], ["b2"], [None]]
     assert [line["num_requests"] for line in lines] == [2, 2, 1, 1, 1, 1]
@@ -155,10 +157,10 @@ def test_what_is_said_once(verl_tree: Path, model: Path, tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def losses_without_dump(
-    verl_tree: Path, model: Path, tmp_path_factory: pytest.TempPathFactory
+    newest_verl_tree: Path, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], list[dict[str, Any]]]:
     """Outcomes of the actions of `test_dump_that_fails` with the dump off."""
-    run = run_engine(verl_tree, tmp_path_factory.mktemp("off"), model, BREAKING, strategy="fsdp2")
+    run = run_engine(newest_verl_tree, tmp_path_factory.mktemp("off"), model, BREAKING, strategy="fsdp2")
     return lambda: run.result()["outcomes"]
 
 
@@ -175,7 +177,7 @@ BREAKING: list[dict[str, Any]] = [infer("a"), infer("b"), train("c"), infer("d")
     ],
 )
 def test_dump_that_fails(
-    verl_tree: Path,
+    newest_verl_tree: Path,
     model: Path,
     tmp_path: Path,
     losses_without_dump: Callable[[], list[dict[str, Any]]],
@@ -193,7 +195,7 @@ def test_dump_that_fails(
     else:
         actions[1]["break"] = broken
     run = run_engine(
-        verl_tree, tmp_path, model, actions,
+        newest_verl_tree, tmp_path, model, actions,
         env={"DUMP_ON": "1"}, strategy="fsdp2", dump_config=config, msprobe=msprobe,
     )  # fmt: skip
     assert run.result()["outcomes"] == losses_without_dump()

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import batches
 import cpu_shims
@@ -78,6 +79,7 @@ def compose(name: str, folder: str, overrides: Sequence[str] = ()) -> DictConfig
 
 def start_process_group() -> None:
     """One rank on gloo, and what verl takes for granted of an accelerator."""
+    cpu_shims.stub_platform()
     from verl.workers.engine import EngineRegistry
 
     sys.modules.setdefault("aiohttp", ModuleType("aiohttp"))  # only reward servers talk to it
@@ -206,6 +208,7 @@ class World:
 
     def fit_fully_async(self, config: DictConfig, with_log_probs: bool) -> dict[str, Any]:
         """Two steps of verl's `FullyAsyncTrainer.fit_step`, with a transfer of weights after the second."""
+        import ray
         from verl.experimental.fully_async_policy.fully_async_trainer import FullyAsyncTrainer
         from verl.trainer.ppo.ray_trainer import ResourcePoolManager
 
@@ -220,13 +223,19 @@ class World:
         trainer.total_training_steps = 2
         trainer.global_steps = 1
         trainer.progress_bar = SimpleNamespace(update=lambda count: None)
-        trainer.message_queue_client = SimpleNamespace(get_sample=partial(self._queued_sample, with_log_probs))
+        trainer.message_queue_client = SimpleNamespace(
+            get_sample=partial(self._queued_sample, with_log_probs), get_queue_size_sync=lambda: 0
+        )
 
         async def update_weights(global_steps: int) -> None:
             self.weight_syncs.append(global_steps)
 
         trainer.checkpoint_manager = SimpleNamespace(update_weights=update_weights)
-        trainer.rollouter = SimpleNamespace(reset_staleness=SimpleNamespace(remote=lambda: _Done({})))
+        trainer.rollouter = SimpleNamespace(
+            reset_staleness=SimpleNamespace(remote=lambda: _Done({})),
+            get_total_produced_samples=SimpleNamespace(remote=lambda: _Done(0)),
+            get_completed_steps=SimpleNamespace(remote=lambda: _Done(0)),
+        )
         logged = record_metrics()
 
         async def two_steps() -> None:
@@ -235,7 +244,8 @@ class World:
             await trainer.fit_step()
             logged.update(trainer.metrics)
 
-        asyncio.run(two_steps())
+        with patch.object(ray, "get", lambda references: [reference.value for reference in references]):
+            asyncio.run(two_steps())
         return logged
 
     async def _queued_sample(self, with_log_probs: bool) -> tuple[bytes, int]:

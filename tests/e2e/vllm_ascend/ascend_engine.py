@@ -30,6 +30,7 @@ REAL_MODULES = (
     "vllm.v1.core",
     "vllm.v1.engine",
     "vllm.v1.kv_cache_interface",
+    "vllm.v1.kv_cache_spec_registry",
     "vllm.v1.metrics.stats",
     "vllm.v1.outputs",
     "vllm.v1.request",
@@ -65,6 +66,7 @@ class Options:
     kv_transfer: bool = False
     encoder_only: bool = False
     external_launcher: bool = False
+    graph_mode: bool = False
 
 
 def install_sources(vllm: Path, vllm_ascend: Path) -> None:
@@ -104,6 +106,14 @@ class TinyModel(nn.Module):
         return self.head(hidden)
 
 
+class _GraphMode(Enum):
+    """`CUDAGraphMode`; NONE in eager mode, which a dump of layers needs."""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+
+
 def vllm_config(options: Options) -> MagicMock:
     speculative = None
     if options.draft_tokens:
@@ -111,7 +121,9 @@ def vllm_config(options: Options) -> MagicMock:
             num_speculative_tokens=options.draft_tokens,
             method="ngram",
             draft_model_config=None,
+            use_dflash=lambda: False,
             use_eagle=lambda: False,
+            uses_extract_hidden_states=lambda: False,
             uses_draft_model=lambda: False,
             use_ngram_gpu=lambda: False,
         )
@@ -122,7 +134,7 @@ def vllm_config(options: Options) -> MagicMock:
             dtype=torch.float32,
             enable_prompt_embeds=False,
             enable_return_routed_experts=False,
-            enforce_eager=True,
+            enforce_eager=not options.graph_mode,
             get_inputs_embeds_size=lambda: HIDDEN,
             get_vocab_size=lambda: VOCABULARY,
             is_encoder_decoder=False,
@@ -130,6 +142,7 @@ def vllm_config(options: Options) -> MagicMock:
             is_multimodal_raw_input_only_model=False,
             logits_processors=None,
             max_model_len=MAX_MODEL_LEN,
+            is_mm_prefix_lm=False,
             runner_type="pooling" if options.pooling else "generate",
             uses_mrope=False,
             uses_xdrope_dim=0,
@@ -165,7 +178,11 @@ def vllm_config(options: Options) -> MagicMock:
             prefill_context_parallel_size=1,
             tensor_parallel_size=1,
         ),
-        compilation_config=settings(cudagraph_capture_sizes=[], static_forward_context={}),
+        compilation_config=settings(
+            cudagraph_capture_sizes=[],
+            cudagraph_mode=_GraphMode.PIECEWISE if options.graph_mode else _GraphMode.NONE,
+            static_forward_context={},
+        ),
         observability_config=settings(kv_cache_metrics=False, enable_mfu_metrics=False),
         num_speculative_tokens=options.draft_tokens,
         speculative_config=speculative,
@@ -173,15 +190,10 @@ def vllm_config(options: Options) -> MagicMock:
         kv_events_config=None,
         kv_transfer_config=None,
         lora_config=None,
+        offload_config=None,
+        reasoning_config=None,
+        use_v2_model_runner=False,
     )
-
-
-class _GraphMode(Enum):
-    """`CUDAGraphMode`; a dump needs eager mode, so that it is always NONE."""
-
-    NONE = 0
-    PIECEWISE = 1
-    FULL = 2
 
 
 @dataclass(frozen=True)
@@ -215,6 +227,8 @@ class _Sampled:
         rows, _ = _Rejection.parse_output(sampled_token_ids, VOCABULARY, invalid_req_indices)
         self._output = model_runner_output
         self._output.sampled_token_ids = rows
+        self.sampled_token_ids_cpu = sampled_token_ids
+        self.async_copy_ready_event = MagicMock()
 
     def get_output(self) -> Any:
         return self._output
@@ -262,7 +276,7 @@ def adapt_runner_modules(options: Options) -> Any:
         "lmhead_tp_enable": no,
         "maybe_create_ubatch_slices": lambda *args, **kwargs: (None, None),
         "set_ascend_forward_context": _no_context,
-        "vllm_version_is": lambda version: version == "0.13.0",
+        "vllm_version_is": lambda version: version in ("0.13.0", "0.23.0"),  # of one tree, only its own is asked for
     }.items():
         setattr(runner, name, value)
     return runner
@@ -273,9 +287,11 @@ def ascend_config(options: Options) -> MagicMock:
         dump_config_path=None if options.dump_config is None else str(options.dump_config),
         dynamic_eplb=False,
         enable_async_exponential=False,
+        enable_reduce_sample=False,
         enable_sparse_c8=False,
         eplb_config=settings(dynamic_eplb=False, expert_map_path=None),
         expert_map_record_path=None,
+        profiling_chunk_config=settings(need_timing=False),
     )
 
 
@@ -327,7 +343,9 @@ def make_scheduler(options: Options) -> Any:
     scheduling = importlib.import_module("vllm.v1.core.sched.scheduler")
     async_scheduling = importlib.import_module("vllm.v1.core.sched.async_scheduler")
     caches = importlib.import_module("vllm.v1.kv_cache_interface")
-    scheduling.envs.VLLM_USE_V2_MODEL_RUNNER = False
+    envs = importlib.import_module("vllm.envs")
+    envs.VLLM_USE_V2_MODEL_RUNNER = False
+    envs.VLLM_PREFIX_CACHE_RETENTION_INTERVAL = None
     attention = caches.FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=HIDDEN, dtype=torch.float32)
     return (async_scheduling.AsyncScheduler if options.async_scheduling else scheduling.Scheduler)(
         vllm_config=vllm_config(options),
@@ -411,6 +429,8 @@ class Engine:
 
     def execute(self, scheduled: Any) -> Any:
         """Run one scheduled step on the runner, both halves of it; return the runner's output."""
+        if self.options.kv_transfer:
+            scheduled.kv_connector_metadata = MagicMock()
         self.steps.append(scheduled)
         self.runner.last_scheduled = scheduled
         output = self.runner.execute_model(scheduled)

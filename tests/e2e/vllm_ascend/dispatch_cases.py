@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
-from ascend_engine import VOCABULARY, Engine, Options, start_worker
+from ascend_engine import VOCABULARY, Engine, Options, make_runner, start_worker
 
 PROMPT = list(range(26))
 
@@ -266,11 +267,13 @@ def steps_that_only_move_kv_cache(job: Job) -> None:
 
 
 @case()
-def steps_that_only_encode(job: Job) -> None:
+def steps_that_only_encode(job: Job) -> list[str]:
+    """Newer runners dump what the encoder computes, older ones nothing."""
     job.configure()
     engine = job.engine(Options(encoder_only=True))
     engine.add("a", PROMPT, answer=1)
     engine.step_without_output()
+    return ["0 prefill: a new prefill 26@0/26"] if "_finalize_dump_data" in vars(type(engine.runner)) else []
 
 
 @case("0 prefill: a new prefill 26@0/26", "1 decode: a cached decode 1@26/26")
@@ -435,6 +438,25 @@ def v2_model_runner(job: Job) -> None:
     start_worker(Options(dump_config=job.config_file), use_v2_model_runner=True)
     start_worker(Options(), use_v2_model_runner=True)
     start_worker(Options(dump_config=job.config_file), use_v2_model_runner=False)
+
+
+@case()
+def dump_of_captured_graphs(job: Job) -> None:
+    """Newer runners take another dumper there, which leaves no moment for a line, and say so. Older ones refuse."""
+    import msprobe.pytorch
+    from vllm_ascend.worker.dispatch_logger import logger
+
+    job.configure()
+    msprobe.pytorch.AclGraphDumper = MagicMock()
+    try:
+        runner = make_runner(Options(dump_config=job.config_file, graph_mode=True))
+    except RuntimeError as error:
+        assert "only works in eager mode" in str(error)
+        return
+    assert runner._dispatch_logger is None
+    [said] = [call.args[0] for call in logger.warning.call_args_list]
+    assert "not written in graph mode; set enforce_eager=True" in said
+    logger.warning.reset_mock()
 
 
 # ---- random schedules

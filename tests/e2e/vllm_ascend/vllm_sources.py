@@ -22,6 +22,7 @@ from pathlib import Path
 E2E = Path(__file__).resolve().parents[1]
 REQUIREMENTS = E2E / "requirements-vllm-ascend.txt"
 WHEELS = {
+    "0.23.0": "eaed69109c3d0416a1c4cb43929512516af3f6504c2e0b32a20321195fa234f7",
     "0.18.1": "0268c76c24f1e93ec4b2f87a6779ceec39e23effa55ff8a94cf84b32ddd3730a",
     "0.13.0": "53df3ee5df970c84bedd8920a0b309876b1cdac15448bbc3e97ac6297c61438a",
 }
@@ -29,9 +30,10 @@ WHEELS = {
 
 
 def vllm_version_for(vllm_ascend: Path) -> str:
-    """The vLLM that a vllm-ascend tree runs on."""
-    runner = (vllm_ascend / "vllm_ascend/worker/model_runner_v1.py").read_text(encoding="utf-8")
-    return "0.13.0" if "vllm_version_is('0.13.0')" in runner else "0.18.1"
+    """The vLLM that a vllm-ascend tree runs on: the one of `WHEELS` that its worker asks for by name, or 0.18.1."""
+    files = sorted((vllm_ascend / "vllm_ascend/worker").glob("*.py"))
+    text = "".join(file.read_text(encoding="utf-8") for file in files).replace("'", '"')
+    return next((version for version in WHEELS if f'vllm_version_is("{version}")' in text), "0.18.1")
 
 
 def pip(*arguments: str | Path) -> None:

@@ -10,4 +10,5 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]
 
 import cpu_shims  # noqa: E402
 
+cpu_shims.stub_platform()
 cpu_shims.stub_flash_attention()

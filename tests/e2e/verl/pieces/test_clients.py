@@ -15,7 +15,9 @@ from verl.workers.rollout.replica import TokenOutput
 
 sys.modules.setdefault("aiohttp", ModuleType("aiohttp"))  # only reward servers talk to it
 
-from verl.experimental.fully_async_policy import fully_async_rollouter  # noqa: E402
+from verl.experimental.fully_async_policy.fully_async_rollouter import (  # noqa: E402
+    FullyAsyncLLMServerClient,
+)
 
 PROMPT = [5, 6, 7]
 
@@ -47,7 +49,11 @@ def client(client_class: type, server: Server) -> Any:
     balancer = SimpleNamespace(
         acquire_server=SimpleNamespace(remote=acquire), release_server=SimpleNamespace(remote=lambda **_: None)
     )
-    return client_class(SimpleNamespace(async_training=SimpleNamespace(partial_rollout=True)), balancer)
+    rollout = SimpleNamespace(name="vllm", response_length=8)
+    config = SimpleNamespace(
+        actor_rollout_ref=SimpleNamespace(rollout=rollout), async_training=SimpleNamespace(partial_rollout=True)
+    )
+    return client_class(config, balancer)
 
 
 def logged(outputs: list[TokenOutput]) -> dict[str, Any]:
@@ -78,7 +84,7 @@ def test_plain_client() -> None:
 
 def test_partial_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     """The recorded id is the one whose prefill was the bare prompt; all ids are kept in order."""
-    monkeypatch.setattr(fully_async_rollouter.asyncio, "sleep", no_sleep)
+    monkeypatch.setattr(asyncio, "sleep", no_sleep)
     servers = [
         Server((2, "completed")),
         Server((2, "aborted"), (1, "completed")),
@@ -86,7 +92,7 @@ def test_partial_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     outputs = [
         asyncio.run(
-            client(fully_async_rollouter.FullyAsyncLLMServerClient, server).generate(
+            client(FullyAsyncLLMServerClient, server).generate(
                 "s", prompt_ids=PROMPT, sampling_params={"max_tokens": 8}
             )
         )

@@ -32,4 +32,4 @@ def test_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
     config = world.compose("ppo_trainer", "trainer/config", ["actor_rollout_ref.actor.use_dynamic_bsz=True"])
     with pytest.raises(RuntimeError, match="use_dynamic_bsz=False"):
-        run_ppo(config)
+        run_ppo(config, task_runner_class=None)

@@ -50,6 +50,18 @@ def test_refused(override: str, change: str) -> None:
     assert refusals and any(change in refusal for refusal in refusals)
 
 
+def test_queue_of_main_ppo_sync() -> None:
+    """It trains on whole sequences; the V1 trainers, which have the queue too, crop."""
+    refused = any("main_ppo_sync" in refusal for refusal in found("ppo", ["++transfer_queue.enable=True"]))
+    composed = world.compose(*CONFIGS["ppo"][:2])
+    assert refused is not bool(composed.trainer.get("use_v1"))
+
+
+def test_repeated_request_ids() -> None:
+    config = world.compose(*CONFIGS["ppo"][:2], [f"++{ROLLOUT}.full_determinism=True"])
+    assert any("repeats the request ids" in str(warning) for warning in run_warnings(config, SETTINGS))
+
+
 def test_remove_padding() -> None:
     fixed = hasattr(padding, "build_attention_mask_from_nested")
     assert bool(found("ppo", ["actor_rollout_ref.model.use_remove_padding=False"])) is not fixed
