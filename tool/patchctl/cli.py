@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import click
 
 import patchctl
-from patchctl.errors import DONE, FAILED, INTERRUPTED, USAGE, PatchctlError
+from patchctl import environment
+from patchctl.errors import DONE, EXIT_CODES, FAILED, INTERRUPTED, USAGE, PatchctlError
 from patchctl.project import Project, default_root
 
 COMMANDS = {
@@ -24,10 +25,14 @@ COMMANDS = {
     "status": "Tell how far the series is applied.",
     "list": "List the patches: what each is for and which pins it serves.",
     "fetch": "Obtain the upstream trees, and only that.",
+    "edit": "Make a git worktree with the series as commits.",
     "refresh": "Write the patches and series.lock anew.",
+    "port": "Carry the series to another commit of upstream.",
+    "drift": "Tell whether the series still applies somewhere.",
     "pair": "Tell which requests of two dump trees can be compared.",
     "compare": "Compare paired dumps and find the first module that differs.",
     "report": "Turn a comparison into a summary and an HTML report.",
+    "trajectory": "Show what the chat proxy recorded of a trial.",
     "config": "Write the msprobe and launch configuration of a dump run.",
     "doctor": "Check that this machine is ready for a dump run.",
 }
@@ -51,6 +56,10 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), meaning) for code, meaning in EXIT_CODES.items()])
+        with formatter.section("Environment"):
+            formatter.write_dl(list(environment.VARIABLES.items()))
 
 
 def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -90,9 +99,6 @@ def cli(ctx: click.Context, root: Path | None) -> None:
     patchctl apply --verl-commit b7dabd83
     patchctl verify
     patchctl revert
-
-    Exit codes: 0 done or nothing to do, 1 a check or an application failed, 2 usage, 3 wrong pin or files in the
-    way, 4 partly applied, 130 interrupted.
     """
     ctx.obj = _project(root)
     if ctx.invoked_subcommand in LONG_RUNNING:

@@ -9,12 +9,18 @@ IN_THE_WAY = 3
 PARTLY_APPLIED = 4
 INTERRUPTED = 130
 
+EXIT_CODES = {
+    DONE: "done or nothing to do",
+    FAILED: "a check or an application failed",
+    USAGE: "usage",
+    IN_THE_WAY: "wrong pin or files in the way",
+    PARTLY_APPLIED: "partly applied",
+    INTERRUPTED: "interrupted",
+}
+
 
 class PatchctlError(Exception):
-    """A failure the user can act on: the message names the object, the cause and the next step.
-
-    Exit codes: 1 a check or an application failed, 2 usage, 3 wrong pin or files in the way, 4 partly applied.
-    """
+    """A failure the user can act on: the message names the object, the cause and the next step."""
 
     exit_code: int = FAILED
 

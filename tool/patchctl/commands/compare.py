@@ -64,7 +64,7 @@ def command(
     nothing could be compared, or msprobe matched no row of a pair.
 
     \b
-    patchctl pair GENERATE_DIR ACTOR_DIR --json > pairs.json
+    patchctl pair /dump_data/generate_sequence /dump_data/update_actor --json > pairs.json
     patchctl compare pairs.json -o out
     """
     requests, warnings = read_pairs(pairs)

@@ -60,7 +60,7 @@ def command(
 
     \b
     patchctl config dump-config
-    patchctl config dump-config --mode fully-async --task tensor_list --model ~/Qwen3-4B --dump-root /data/dump
+    patchctl config fully-async-config --mode fully-async --task tensor_list --model ~/Qwen3-4B --dump-root /data/dump
     """
     plan = RunPlan(
         mode, task, dump_root, config_dir or str(out.resolve()), requests, prompt, response, ranks, virtual_stages

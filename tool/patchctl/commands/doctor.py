@@ -55,7 +55,7 @@ def command(
     code 1 when one of them would make the dump worthless.
 
     \b
-    patchctl doctor --generate-config config_generate.json --actor-config config_actor.json --launch hybrid.sh
+    patchctl doctor --generate-config dump-config/config_generate.json --actor-config dump-config/config_actor.json
     patchctl doctor --python ~/venv/bin/python --json > train-env.json
     """
     found = doctor.probe(python)

@@ -27,7 +27,7 @@ def command(project: Project, key: str | None, paths: bool, as_json: bool) -> No
     \b
     patchctl list
     patchctl list --json
-    git am --keep-non-patch $(patchctl list --pin verl/b7dabd83 --paths)
+    patchctl list --pin verl/b7dabd83 --paths
     """
     wanted = None if key is None else _pin(project, key)
     rows: list[dict[str, Any]] = []
