@@ -57,6 +57,7 @@ bench: $(STAMP)
 	$(BIN)/python tests/bench/bench_series.py
 	$(BIN)/python tests/bench/bench_dispatch_logger.py
 	PYTHONPATH=$$($(BIN)/python tests/trees.py verl/v0.8.0) $$($(BIN)/python tests/e2e/setup_env.py) tests/bench/bench_bracket.py
+	$(BIN)/python tests/bench/bench_admission.py
 	$(BIN)/python tests/bench/bench_proxy.py
 
 # The dumps' part: needs duckdb for its peer and the end-to-end environment's msprobe.

@@ -307,6 +307,22 @@ def test_a_fixup_is_not_taken_for_a_patch(refreshed: Mini) -> None:
     assert "is to be melted into its commit: git rebase -i --autosquash" in str(result.exception)
 
 
+def test_nothing_new_asks_no_source(refreshed: Mini, tmp_path: Path) -> None:
+    folder = edit(refreshed, 1).worktree.folder
+    path = refreshed.root / "configs/pins.toml"
+    text = path.read_text()
+    for repository in refreshed.repositories.values():
+        text = text.replace(str(repository), str(tmp_path / "nowhere"))
+    path.write_text(text)
+    for arguments in ((), ("--from", folder)):
+        result = refresh(refreshed, *arguments)
+        assert (result.exit_code, result.stdout) == (0, "nothing to refresh\n")
+    result = patchctl(refreshed, "refresh", "--check")  # which proves all of it
+    assert "comes from git only" in str(result.exception)
+    (refreshed.root / "series.lock").write_text((refreshed.root / "series.lock").read_text() + "\n")
+    assert refresh(refreshed).stdout == f"written: {refreshed.root / 'series.lock'}\n"
+
+
 def test_a_message_without_its_trailers_is_not_written(refreshed: Mini) -> None:
     folder = edit(refreshed).worktree.folder
     (folder / "verl/late.py").write_text("x = 1\n")

@@ -50,7 +50,7 @@ class Scenario:
     instruction: str = INSTRUCTION
     faults: tuple[Fault, ...] = ()
     context_limit: int = 131072
-    timeout_s: float = 240.0
+    timeout_s: float = 900.0
     solved: bool = True
     termination: str = "completed"
     exit_code: int | None = 0

@@ -170,6 +170,9 @@ async def load(
     figures["seconds"] = round(took, 1)
     figures["ways"] = dict(ledger.counts)
     figures["memory, MB"] = [round(state["resident"] / 1e6, 1) for state in (base, last)]
+    # What Python holds tells a leak; resident memory also has what the allocators keep of their peak.
+    figures["blocks that Python holds"] = [state["blocks"] for state in (base, last)]
+    outcome.must(last["blocks"] <= base["blocks"] * (1 + MEMORY_BACK), f"Python holds more than before: {last}")
     figures["threads, files, tasks"] = [[state[k] for k in ("threads", "files", "tasks")] for state in (base, last)]
     figures["health, ms (p50, p99, max)"] = [
         round(1000 * health[min(len(health) - 1, int(len(health) * share))], 1) for share in (0.5, 0.99, 1)

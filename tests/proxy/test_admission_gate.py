@@ -207,6 +207,29 @@ async def test_what_prompts_have_in_common_takes_room_once() -> None:
         waiting.cancel()
 
 
+@on_virtual_time
+async def test_what_a_prompt_has_in_common_with_its_own_session_s_is_its_own() -> None:
+    world = World(idle_grace_sec=10)
+    async with world.turn("a", 800):
+        pass
+    await asyncio.sleep(11)
+    async with world.turn("a", 800):
+        assert world.how() == {"open": 2} and world.metric("leased_tokens") == 800
+
+
+@on_virtual_time
+async def test_a_queue_that_fills_again_is_looked_after_again() -> None:
+    world = World(wait_poll_sec=1000)
+    for number in range(3):
+        world.start(f"first {number}", 800)
+        await asyncio.sleep(1)
+        waiting = world.start(f"second {number}", 100, seconds=1)
+        await asyncio.sleep(1)
+        world.gate.forget(f"first {number}")
+        await asyncio.wait_for(waiting, 2)
+        world.gate.forget(f"second {number}")
+
+
 # -- the queue's ends --------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +289,15 @@ async def test_the_end_of_the_grace_lets_the_next_one_in() -> None:
     began = asyncio.get_running_loop().time()
     async with world.turn("b", 100):
         assert asyncio.get_running_loop().time() - began == 60
+
+
+@on_virtual_time
+async def test_a_grace_that_begins_while_others_wait_lets_them_in_at_its_end() -> None:
+    world = World(idle_grace_sec=60, wait_poll_sec=1000)
+    world.start("a", 800, seconds=10)
+    await asyncio.sleep(1)
+    async with world.turn("b", 100):
+        assert asyncio.get_running_loop().time() == pytest.approx(70, abs=0.01)
 
 
 @on_virtual_time

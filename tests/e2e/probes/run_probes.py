@@ -8,7 +8,6 @@ The patched verl tree, this folder, the engine tests' and the folder of shims.wr
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import random
 import sys
@@ -178,36 +177,8 @@ async def routing(here: World, asked: Asked) -> Result:
     }
 
 
-async def cost(here: World, asked: Asked) -> Result:
-    """Medians: round trips of probes on an idle engine, prefills of so many tokens, steps of so many answers; in ms."""
-    ids = prompt(60, 3500)
-    await generate(here, ids, 1)
-    found: Result = {}
-
-    async def time_of(question: Callable[[], Awaitable[Any]], times: int) -> float:
-        taken = []
-        for _ in range(times):
-            began = time.perf_counter()
-            await question()
-            taken.append(1000 * (time.perf_counter() - began))
-        return sorted(taken)[times // 2]
-
-    async def answers(number: int) -> None:
-        await asyncio.gather(*(generate(here, prompt(seed, 32), 100) for seed in range(number)))
-
-    found["usage"] = await time_of(asked.usage, 50)
-    found["resident, all of 3500 tokens"] = await time_of(lambda: asked.resident(ids), 50)
-    found["resident, none of 3500 tokens"] = await time_of(lambda: asked.resident([0, *ids]), 50)
-    fresh = itertools.count(1000)
-    for tokens in (250, 1000, 2000):
-        found[f"prefill of {tokens}"] = await time_of(lambda n=tokens: generate(here, prompt(next(fresh), n), 1), 9)
-    for number in (1, 8, 16):
-        found[f"step of {number}"] = await time_of(lambda n=number: answers(n), 5) / 100
-    return found
-
-
 SCENARIOS: dict[str, Callable[[World, Asked], Awaitable[Result]]] = {
-    each.__name__: each for each in (residency, eviction, usage, queue, busy, routing, cost)
+    each.__name__: each for each in (residency, eviction, usage, queue, busy, routing)
 }
 
 

@@ -37,7 +37,7 @@ def run(command: list[Any], verl_tree: Path, folder: Path) -> str:
     environment["PYTHONPATH"] += os.pathsep + str(HERE)
     log = folder / "run.log"
     with log.open("w") as output:
-        done = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=600)
+        done = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=1500)
     lines = log.read_text(errors="replace").splitlines()
     if done.returncode:
         pytest.fail("\n".join(lines[-40:]), pytrace=False)

@@ -44,7 +44,9 @@ def command(ctx: click.Context, folders: tuple[Path, ...], check: bool) -> None:
         files.require_clone(project.root, "refresh")
         files.recover(project.root, say)
     chosen = list(folders) or _changed(project)
-    refreshed = maintain.refresh(project, chosen, say, complete=check)
+    # Where there are worktrees, they say whether anything is new; the proof of all that is old is for --check.
+    complete = check or not (folders or worktrees.made(project))
+    refreshed = maintain.refresh(project, chosen, say, complete=complete)
     differing = refreshed.differing(project.root)
     if differing and not check:
         files.prove(project.root, refreshed)

@@ -96,7 +96,7 @@ def refresh(
     folders: Sequence[Path],
     say: Say,
     *,
-    complete: bool = False,
+    complete: bool | None = None,
     pins: Pins | None = None,
     added: Worktree | None = None,
 ) -> Refreshed:
@@ -104,7 +104,7 @@ def refresh(
 
     Args:
         folders: the worktrees; an upstream without one keeps its patches.
-        complete: prove every pin, also those whose patches and lock are as they were; so it is without worktrees.
+        complete: prove every pin, also those whose patches and lock are as they were (default: without worktrees).
         pins, added: the pins with a new one, and the worktree of that.
     Raises:
         PatchctlError: a patch does not apply to a pin it serves, a rule is broken, or the worktrees disagree.
@@ -117,7 +117,7 @@ def refresh(
             raise UsageError(f"{worktree.folder} and {other.folder} are both for {worktree.pin}; give one of them")
         worktree.check_clean()
         by_pin[worktree.pin.key] = worktree
-    complete = complete or not given
+    complete = not given if complete is None else complete
     texts: dict[str, bytes] = {}
     guards: dict[str, list[str]] = {}
     notes: list[str] = []
