@@ -184,7 +184,7 @@ async def load(
     growth = last["resident"] / base["resident"] - 1
     figures["memory, growth"] = f"{growth:+.1%}"
     outcome.should(growth <= MEMORY_BACK, f"memory grew by {growth:.1%} of {base['resident'] / 1e6:.0f} MB")
-    outcome.must(last["threads"] <= base["threads"] + 4 and last["files"] <= base["files"] + 4, "threads or files leak")
+    outcome.must(last["threads"] <= base["threads"] + 8 and last["files"] <= base["files"] + 8, "threads or files leak")
     outcome.should(figures["health, ms (p50, p99, max)"][1] < HEALTH_P99_MS, "health is slower than it may be")
     return crowd.opened, ledger
 
