@@ -1,7 +1,8 @@
 """Make the environments of the real agents under build/agents, or leave them alone when they are already right.
 
-npm's agents (Claude Code, OpenCode, Codex) come from package-lock.json, OpenHands and Harbor (for Terminus 2) each have
-a virtual environment of their own: they need other versions of the same packages, and Python 3.12.
+npm's agents (Claude Code, OpenCode, Codex) come from package.json, whose versions are exact, as are those of their own
+packages for each platform. OpenHands and Harbor (for Terminus 2) have a virtual environment each: they need other
+versions of the same packages, and Python 3.12.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def npm() -> None:
         SetupError: npm is not there, or does not reach its registry.
     """
     folder = INTO / "npm"
-    files = ("package.json", "package-lock.json")
-    made_of = "".join((HERE / name).read_text(encoding="utf-8") for name in files)
+    package = HERE / "package.json"
+    made_of = package.read_text(encoding="utf-8")
     if _fresh(folder, made_of):
         return
     if shutil.which("npm") is None:
@@ -46,10 +47,10 @@ def npm() -> None:
     print(f"making {folder} (1 GB)", file=sys.stderr)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for name in files:
-        shutil.copy(HERE / name, folder / name)
+    shutil.copy(package, folder)
     # The agents' programs are in packages of their own for each platform, so no install script has to run.
-    setup_env.run(["npm", "ci", "--prefix", folder, "--ignore-scripts", "--no-audit", "--no-fund"], "npm ci failed")
+    command = ["npm", "install", "--prefix", folder, "--ignore-scripts", "--no-audit", "--no-fund"]
+    setup_env.run(command, "npm install failed")
     _stamp(folder, made_of)
 
 

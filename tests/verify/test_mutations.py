@@ -231,6 +231,8 @@ CHANGES: dict[str, Callable[[Lines, Lines], Lines]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_a_changed_log_is_found_at_every_stop(vllm_ascend: Patched, change: Callable[[Lines, Lines], Lines]) -> None:
     text = re.sub(r"(?<=log_step\()\s+", "", vllm_ascend.text(RUNNER))  # an older tree's style breaks the call
+    if "def _finalize_dump_data(" in text:
+        pytest.skip("its one stop is in a helper; tests/verify/test_new_pins.py changes that")
     assert not vllm_ascend.survives(RUNNER, text + "(")
     assert vllm_ascend.survives(RUNNER, text)
     found = list(LOG.finditer(text))
