@@ -77,7 +77,7 @@ dry-run: $(STAMP)
 refresh-check: $(STAMP)
 	$(BIN)/patchctl refresh --check
 
-# Does the series apply to REV of upstream? `make drift UPSTREAM=verl REV=v0.9.1`
+# Does the series apply to REV of upstream? `make drift UPSTREAM=verl REV=v0.9.0`
 REV ?= main
 drift: $(STAMP)
 	$(BIN)/patchctl drift $(UPSTREAM) --against $(REV)

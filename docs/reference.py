@@ -10,6 +10,7 @@ that writes a log lists the log's fields below a line that ends in "Fields of a 
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import re
 import sys
@@ -34,9 +35,11 @@ LOGS = {
 def main(arguments: Sequence[str]) -> int:
     text = reference(Project(ROOT))
     if list(arguments) == ["--check"]:
-        if TARGET.read_text(encoding="utf-8") == text:
+        there = TARGET.read_text(encoding="utf-8")
+        if there == text:
             return 0
         print(f"{TARGET}: not what the code says; run `make reference`", file=sys.stderr)
+        print("\n".join(difflib.unified_diff(there.split("\n"), text.split("\n"), "there", "code", "", "", 0)))
         return 1
     TARGET.write_text(text, encoding="utf-8")
     return 0
@@ -111,7 +114,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def commands() -> Iterator[tuple[click.Command, click.Context]]:
-    top = click.Context(cli, info_name="patchctl")
+    top = click.Context(cli, info_name="patchctl", **cli.context_settings)
     for name in cli.list_commands(top):
         command = cli.get_command(top, name)
         assert command is not None

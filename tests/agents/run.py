@@ -167,13 +167,13 @@ def main(arguments: list[str] | None = None) -> int:
     found: list[dict[str, Any]] = []
     ended: str | None = None
     try:
-        python = os.environ.get("PATCHCTL_PROXY_PYTHON") or setup_proxy.ensure(setup_proxy.INTO)
-        possible = [trial for trial in trials if trial[0] not in skipped]
-        for result in results(possible, options, python) if possible else ():
-            found.append(result)
-            print(" ".join(row(result)), flush=True)
-            for fault in result["faults"]:
-                print(f"    {fault}", flush=True)
+        if possible := [trial for trial in trials if trial[0] not in skipped]:
+            python = os.environ.get("PATCHCTL_PROXY_PYTHON") or setup_proxy.ensure(setup_proxy.INTO)
+            for result in results(possible, options, python):
+                found.append(result)
+                print(" ".join(row(result)), flush=True)
+                for fault in result["faults"]:
+                    print(f"    {fault}", flush=True)
     except (setup_env.SetupError, trees.Unavailable) as error:
         print(error, file=sys.stderr)
         return 1

@@ -48,9 +48,8 @@ def npm() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shutil.copy(package, folder)
-    # The agents' programs are in packages of their own for each platform, so no install script has to run.
-    command = ["npm", "install", "--prefix", folder, "--ignore-scripts", "--no-audit", "--no-fund"]
-    setup_env.run(command, "npm install failed")
+    # Claude Code's and OpenCode's own install scripts put the program of the platform's package in place.
+    setup_env.run(["npm", "install", "--prefix", folder, "--no-audit", "--no-fund"], "npm install failed")
     _stamp(folder, made_of)
 
 

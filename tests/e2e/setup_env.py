@@ -34,10 +34,11 @@ class SetupError(Exception):
 
 
 def run(command: Sequence[str | Path], failure: str) -> str:
-    """Run a command and return its stdout; raise SetupError with `failure` and pip's last words."""
+    """Run a command and return its stdout; raise SetupError with `failure` and pip's or npm's last words."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
+        noise = ("WARNING", "npm error A complete log")
+        lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith(noise)]
         raise SetupError(f"{failure}: {lines[-1] if lines else f'exit code {done.returncode}'}")
     return done.stdout
 

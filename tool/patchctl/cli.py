@@ -59,7 +59,8 @@ class _Commands(click.Group):
         with formatter.section("Exit codes"):
             formatter.write_dl([(str(code), meaning) for code, meaning in EXIT_CODES.items()])
         with formatter.section("Environment"):
-            formatter.write_dl(list(environment.VARIABLES.items()))
+            urls = "a mirror or a local clone of an upstream: PATCHCTL_VERL_URL and the like (configs/pins.toml)"
+            formatter.write_dl([*environment.VARIABLES.items(), ("PATCHCTL_..._URL", urls)])
 
 
 def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:

@@ -118,7 +118,10 @@ def read_commits(git: Git, base: str, tip: str = "HEAD") -> list[Change]:
     subjects = [change.subject for change in changes]
     loose = [subject for subject in subjects if subject.startswith(("fixup! ", "squash! ", "amend! "))]
     if loose:
-        raise PatchctlError(f"{git.folder}: {loose[0]!r} is to be melted into its commit: git rebase -i --autosquash")
+        raise PatchctlError(
+            f"{git.folder}: {loose[0]!r} is to be melted into its commit: "
+            f"git -C {git.folder} rebase -i --autosquash {base[:12]}"
+        )
     doubled = [subject for subject in subjects if subjects.count(subject) > 1]
     if doubled:
         raise PatchctlError(f"{git.folder}: two commits are called {doubled[0]!r}; a subject names its patch")
