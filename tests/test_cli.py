@@ -87,6 +87,17 @@ def one_line(result: Result, code: int, *words: str) -> None:
         assert word in result.err, result
 
 
+def with_rules(mini: Mini) -> None:
+    """Have `verify` hold the pin p1 to the rules; its patched tree breaks some."""
+    place = mini.root / "configs/pins.toml"
+    place.write_text(place.read_text().replace('name = "p1"', 'name = "p1"\ndebugger_stops = 1'))
+
+
+def found_in(result: Result) -> list[str]:
+    """What `verify` says on stdout of anything but the series."""
+    return [line for line in result.out.splitlines() if not line.startswith("series: ")]
+
+
 # -- the way through
 
 
@@ -221,6 +232,13 @@ def test_a_partly_applied_tree(run: Run, mini: Mini, verl: Path) -> None:
     assert result.code == 4
     assert "partly applied (2/4 patches)" in result.out
     assert "next: `patchctl apply` finishes it, `patchctl revert` undoes it" in result.out
+    lines = found_in(run("verify", "--verl", verl))
+    assert [line.split(" has ")[-1] for line in lines[:4]] == [
+        "1 of its 2 patches; run `patchctl apply` to finish",
+        "1 of its 2 patches; run `patchctl apply` to finish",
+        "0 of its 1 patches; run `patchctl apply` to finish",
+        "and 2 more (--json names all)",
+    ]
     assert run("apply", "--only", "verl", "--verl", verl).err == (
         "note: verl p1: the tree was partly applied; an interrupted run is finished\n"
     )
@@ -239,6 +257,183 @@ def test_a_modified_tree(run: Run, verl: Path, ascend: Path) -> None:
     assert [snapshot(verl, mtimes=True), snapshot(ascend, mtimes=True)] == before
 
 
+def test_verify_says_once_that_nothing_is_applied_and_names_the_tree(run: Run, mini: Mini, verl: Path) -> None:
+    with_rules(mini)
+    assert found_in(run("verify", "--verl", verl)) == [
+        f"{verl}: [post-image] the series for verl p1 is not applied; run `patchctl apply`",
+        f"verl p1 in {verl}: 1 finding (7 files by hash)",
+    ]
+    assert run("apply", "--only", "verl", "--verl", verl).code == 0
+    assert "(7 files by hash and by rule)" in found_in(run("verify", "--verl", verl))[-1]
+
+
+def test_an_edit_in_an_unpatched_tree_is_not_buried(run: Run, mini: Mini, verl: Path) -> None:
+    with_rules(mini)
+    (verl / "verl/b.py").write_bytes((verl / "verl/b.py").read_bytes() + b"mine\n")
+    why = f"{verl}: verl/b.py has local edits; keep the edits elsewhere and undo them (reinstall the package, or "
+    result = run("verify", "--verl", verl)
+    assert result.code == 1
+    first, *others = found_in(result)
+    assert first.startswith(why)
+    assert others == [
+        f"{verl}: [post-image] the series for verl p1 is not applied; run `patchctl apply`",
+        f"{verl}/verl/b.py: [post-image] is neither verl p1's own file nor what the series makes of it; "
+        "undo the local edits, then run `patchctl apply`",
+        f"verl p1 in {verl}: 2 findings (7 files by hash)",
+    ]
+    result = run("status", "--verl", verl)
+    assert result.code == 3
+    first, *others = result.out.splitlines()
+    assert first.startswith(why)
+    assert others == [
+        f"verl p1: modified, not applied (0/4 patches) in {verl}",
+        "  modified            verl/b.py",
+    ]
+
+
+def test_an_edit_in_a_patched_tree_comes_first_and_the_rules_still_run(run: Run, mini: Mini, verl: Path) -> None:
+    with_rules(mini)
+    assert run("apply", "--only", "verl", "--verl", verl).code == 0
+    (verl / "verl/new/mod.py").write_bytes(b"mine\n")
+    (verl / "verl/a.py").write_bytes(mini_project.PY)
+    lines = found_in(run("verify", "--verl", verl))
+    assert lines[0] == (
+        f"{verl}: verl/0002-step.patch: verl/new/mod.py: the patch creates this file, but it is there already; keep "
+        "the edits elsewhere and undo them (remove the file: it is the series' own, not upstream's)"
+    )
+    assert [line.split(": ")[0] for line in lines[1:3]] == [f"{verl}/verl/new/mod.py", f"{verl}/verl/a.py"]
+    assert any("[stop-count]" in line for line in lines[3:])
+    assert "verl p1: modified (1/4 patches)" in run("status", "--verl", verl).out
+
+
+UPSTREAMS_OWN = ("verl/a.py", "verl/b.py", "verl/old.py", "verl/tool.sh")
+
+
+def _another_commit(mini: Mini, tree: Path) -> str:
+    """A checkout whose own commit has none of the pin's files that the series changes; gives what it is."""
+    mini.checkout(tree, mini.pin())
+    for path in UPSTREAMS_OWN:
+        (tree / path).write_bytes(b"other\n")
+    git(tree, "commit", "--quiet", "--all", "-m", "other")
+    return git(tree, "rev-parse", "HEAD").decode()[:12]
+
+
+def test_a_checkout_of_another_commit_is_called_that_and_few_files_are_named(
+    run: Run, mini: Mini, tmp_path: Path
+) -> None:
+    with_rules(mini)
+    tree = tmp_path / "other"
+    head = _another_commit(mini, tree)
+    applied = run("apply", "--only", "verl", "--verl", tree)
+    one_line(applied, 3, f"not verl p1 but commit {head} (the pin is ", "and 3 more: verl/b.py, verl/old.py, ...; the")
+    assert "verl/tool.sh" not in applied.err
+    why = applied.err.removeprefix("patchctl: ").rstrip()
+    one_line(run("revert", "--only", "verl", "--verl", tree), 3, why)
+    assert run("status", "--verl", tree).out.splitlines() == [
+        why,
+        f"verl p1: modified (0/4 patches) in {tree}",
+        *(f"  modified            {path}" for path in UPSTREAMS_OWN[:3]),
+        "  and 1 more (--json names all)",
+    ]
+    lines = found_in(run("verify", "--verl", tree))
+    assert lines[0] == why
+    assert [line.split(": ")[0] for line in lines[1:4]] == [f"{tree}/{path}" for path in UPSTREAMS_OWN[:3]]
+    assert all(line.endswith("; the series serves p1, p2: give such a tree") for line in lines[:4])
+    assert lines[4:] == [
+        "and 1 more (--json names all)",
+        f"verl p1 in {tree}: 4 findings (7 files by hash)",
+    ]
+
+
+def test_revert_names_few_of_many_edited_files(run: Run, verl: Path) -> None:
+    assert run("apply", "--only", "verl", "--verl", verl).code == 0
+    for path in ("verl/a.py", "verl/b.py", "verl/new/__init__.py", "verl/new/mod.py", "verl/tool.sh"):
+        (verl / path).write_bytes(b"mine\n")
+    result = run("revert", "--verl", verl)
+    one_line(result, 3, "local edits in verl/a.py, verl/b.py, verl/new/__init__.py and 2 more; undo them, or give")
+
+
+def test_json_keeps_every_file_and_tells_why(run: Run, mini: Mini, tmp_path: Path) -> None:
+    tree = tmp_path / "other"
+    head = _another_commit(mini, tree)
+    status = json.loads(run("status", "--verl", tree, "--json").out)["trees"][0]
+    assert [file["path"] for file in status["files"] if file["applied"] is None] == list(UPSTREAMS_OWN)
+    verify = json.loads(run("verify", "--verl", tree, "--json").out)["checked"][1]
+    assert [finding["path"] for finding in verify["findings"]] == list(UPSTREAMS_OWN)
+    assert verify["diagnosis"] == status["diagnosis"]
+    assert status["diagnosis"].startswith(f"not verl p1 but commit {head} ")
+
+
+def test_a_patched_tree_in_a_commit_of_ones_own_is_still_the_pins(run: Run, mini: Mini, tmp_path: Path) -> None:
+    tree = mini.checkout(tmp_path / "mine", mini.pin()).root
+    assert run("apply", "--only", "verl", "--verl", tree).code == 0
+    git(tree, "add", "--all")
+    git(tree, "commit", "--quiet", "-m", "the series")
+    (tree / "verl/b.py").write_bytes((tree / "verl/b.py").read_bytes() + b"mine\n")
+    why = f"{tree}: verl/b.py has local edits; keep the edits elsewhere and undo them (git checkout -- verl/b.py)"
+    assert run("status", "--verl", tree).out.splitlines()[0] == why
+    one_line(run("revert", "--verl", tree), 3, "local edits in verl/b.py; undo them, or give --force")
+
+
+def test_a_tree_that_another_state_of_the_series_patched_is_called_that(run: Run, mini: Mini, verl: Path) -> None:
+    assert run("apply", "--only", "verl", "--verl", verl).code == 0
+    with_rules(mini)
+    note = verl / ".patchctl-verl.json"
+    note.write_text(json.dumps({**json.loads(note.read_text()), "series": "0" * 64}))
+    (verl / "verl/a.py").write_bytes(b"by another state\n")
+    applied = run("apply", "--only", "verl", "--verl", verl)
+    one_line(applied, 3, "another state of the series is applied here", "verl/a.py differs from this one; revert it")
+    why = applied.err.removeprefix("patchctl: ").rstrip()
+    assert run("status", "--verl", verl).out.splitlines()[0] == why
+    lines = found_in(run("verify", "--verl", verl))
+    assert lines[0] == why
+    assert lines[1:] == [
+        f"{verl}/verl/a.py: [post-image] is neither verl p1's own file nor what the series makes of it; "
+        "revert it with the series that applied it, or start from a fresh tree",
+        f"verl p1 in {verl}: 1 finding (7 files by hash)",
+    ]
+
+
+def test_a_note_that_outlived_its_series_explains_nothing(run: Run, mini: Mini, verl: Path) -> None:
+    """The files are upstream's again, say by git, and the note stayed."""
+    assert run("apply", "--only", "verl", "--verl", verl).code == 0
+    note = (verl / ".patchctl-verl.json").read_text()
+    assert run("revert", "--verl", verl).code == 0
+    (verl / ".patchctl-verl.json").write_text(json.dumps({**json.loads(note), "series": "0" * 64}))
+    (verl / "verl/b.py").write_bytes((verl / "verl/b.py").read_bytes() + b"mine\n")
+    one_line(run("apply", "--only", "verl", "--verl", verl), 3, "verl/b.py has local edits")
+
+
+def test_a_damaged_patch_hides_neither_the_state_nor_the_findings(run: Run, mini: Mini, verl: Path) -> None:
+    place = mini.root / "patches/verl/0002-step.patch"
+    place.write_bytes(place.read_bytes() + b"rubbish\n")
+    (verl / "verl/a.py").write_bytes(b"mine\n")
+    assert "verl/a.py has local edits" in run("status", "--verl", verl).out
+    result = run("verify", "--verl", verl)
+    assert result.code == 1
+    assert "patches/verl/0002-step.patch:" in result.out
+    assert "verl/a.py has local edits" in result.out
+
+
+def test_git_is_asked_only_where_something_is_wrong(
+    run: Run, mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = mini.checkout(tmp_path / "t", mini.pin()).root
+    asked: list[Path] = []
+    monkeypatch.setattr("patchctl.diagnose.head", asked.append)
+    for verb in ("status", "verify"):
+        run(verb, "--verl", tree)
+    assert run("apply", "--only", "verl", "--verl", tree).code == 0
+    for verb in ("status", "verify"):
+        run(verb, "--verl", tree)
+    assert asked == []
+    (tree / "verl/a.py").write_bytes(b"mine\n")
+    (tree / "verl/b.py").write_bytes(b"mine\n")
+    (tree / "verl/tool.sh").write_bytes(b"mine\n")
+    run("status", "--verl", tree)
+    assert asked == [tree]
+
+
 # -- bad input
 
 
@@ -252,7 +447,7 @@ def test_what_is_no_tree_ends_with_one_line_and_the_code_of_usage(run: Run, tmp_
         "empty 空": "is empty",
         "bare": "a bare repository",
         "file": "not a folder",
-        "other": "not a verl tree",
+        "other": "it has no verl/__init__.py; give the verl checkout or the site-packages that has `verl/`",
         "gone": "no such folder",
         "x" * 300: "File name too long",
     }.items():

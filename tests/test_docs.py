@@ -31,7 +31,7 @@ RUN_ELSEWHERE = {
     r"patchctl refresh --check": "tests/test_maintain.py",
     r"patchctl trajectory ": "tests/test_trajectory.py",
     r"make demo$|.* build/demo/": "tests/e2e/test_demo.py",
-    r"python3 -m verl\.trainer\.main_ppo ": "tests/e2e/test_launch_settings.py",
+    r"bash (dump-config/hybrid|fully-async-config/fully_async)\.sh ": "tests/e2e/test_launch_settings.py",
     r"pip install \.$|pipx run ": "tests/test_wheel.py",
     r"pip install mindstudio-probe$": "tests/e2e/setup_env.py",
 }

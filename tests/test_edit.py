@@ -304,7 +304,7 @@ def test_a_fixup_is_not_taken_for_a_patch(refreshed: Mini) -> None:
     folder = edit(refreshed).worktree.folder
     commit(folder, "fixup! [verl] area: step 2", {"verl/new/mod.py": b"def f():\n    return 3\n"})
     result = patchctl(refreshed, "refresh")
-    assert "is to be melted into its commit: git rebase -i --autosquash" in str(result.exception)
+    assert f"is to be melted into its commit: git -C {folder} rebase -i --autosquash" in str(result.exception)
 
 
 def test_nothing_new_asks_no_source(refreshed: Mini, tmp_path: Path) -> None:

@@ -274,6 +274,8 @@ RUBBISH: list[tuple[Any, str]] = [
     (change("turns.0.spans.0.ids", 3), "turn 0 has ids that are no token ids"),
     (change("turns.0.log_probs", [-1.0]), "turn 0 has 2 sampled tokens and not as many log-probabilities"),
     (change("turns.0.log_probs", [-1.0, "x"]), "turn 0 has a log-probability that is no number"),
+    (change("turns.0.log_probs", [-1.0, -(10**400)]), "turn 0 has a log-probability that is no number"),
+    (change("turns.1.id", ROOT), "turn 1 has the id of an earlier one"),
     (change("turns.4.recomputed", [1.0]), "turn 4 has 5 tokens of context and not as many recomputed values"),
     (change("turns.1.start", 4), "turn 1 does not begin where the turn before it ends"),
     (change("branches.0.turns", None), "a branch has no turns"),
@@ -566,3 +568,39 @@ def test_a_browser_gets_to_the_end_of_an_odd_trial(kind: str, tmp_path: Path) ->
     assert head.count('class="turn') == (0 if kind == "empty" else 5)
     assert ('class="block sel"' in head) == (kind != "empty")
     assert "undefined" not in head and "NaN" not in head
+
+
+@pytest.mark.parametrize("created", ["1e308", "-1e308", "1e999", "NaN", "1" + "0" * 400, '"x"', "null"])
+def test_a_time_that_is_none_is_no_reason_to_fail(tmp_path: Path, run: Run, created: str) -> None:
+    text = json.dumps(document(created="@")).replace('"@"', created)
+    (tmp_path / "proxy_trajectory.json").write_text(text)
+    assert run(tmp_path)[0] == 0
+
+
+def test_a_log_probability_out_of_all_bounds_is_none(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "proxy_trajectory.json"
+    path.write_text(json.dumps(change("turns.0.log_probs", ["@", "@"])).replace('"@"', "-1e308"))
+    assert read_trial(path).turns[0].log_probs == [None, None]
+    assert run(tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize("place", ["session_id", "turns.0.state", "turns.0.finish_reason", "branches.0.label"])
+def test_what_an_archive_says_does_nothing_to_the_terminal(tmp_path: Path, run: Run, place: str) -> None:
+    evil = "\x1b]0;taken over\x07\r\nok\u202e\ud800"
+    (tmp_path / "proxy_trajectory.json").write_text(json.dumps(change(place, evil)))
+    code, out, _ = run(tmp_path)
+    assert code == 0
+    assert "\\x1b]0;taken over\\x07\\r\\nok\\u202e\\ud800" in out
+    assert all(line.isprintable() for line in out.split("\n"))
+
+
+@pytest.mark.parametrize("name", ["proxy_trajectory.json", "proxy_trajectory.jsonl", "link.html"])
+def test_the_page_never_takes_the_place_of_an_archive(tmp_path: Path, run: Run, name: str) -> None:
+    path = archive(tmp_path)
+    (tmp_path / "link.html").symlink_to(path)
+    before = path.read_bytes()
+    code, _, err = run(path, "-o", tmp_path / name)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "is an archive" in err
+    assert path.read_bytes() == before

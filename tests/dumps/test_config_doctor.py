@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dump_files import run_cli
 
+import documents
+from mini_project import Mini
 from patchctl import doctor
 from patchctl.config_files import (
     MODES,
@@ -122,6 +126,8 @@ def test_doctor_approves_of_our_launch_script_and_misses_every_line_that_is_gone
     script.write_text(text)
     settings = doctor.read_overrides(script)
     assert list(doctor.check_overrides(settings)) == []
+    (fine,) = doctor.check_launch(script)
+    assert (fine.level, fine.area) == ("ok", "launch") and str(script) in fine.what
     for key, _, _ in doctor._WANTED:
         (finding,) = doctor.check_overrides({name: value for name, value in settings.items() if name != key})
         assert finding.level == "error" and key in finding.what and key in finding.change
@@ -135,6 +141,7 @@ def test_doctor_approves_of_our_launch_script_and_misses_every_line_that_is_gone
         ("global_profiler.tool=precision_debugger", "global_profiler.tool"),
         ("algorithm.rollout_correction.bypass_mode=True", "rollout_correction=null"),
         ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n=1"),
+        ("actor_rollout_ref.rollout.max_num_seqs=256", "actor_rollout_ref.rollout.max_num_seqs=1"),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={dump_config:x}", "dump_config_path"),
     ],
 )
@@ -208,9 +215,68 @@ def test_a_used_dump_folder_is_an_error(tmp_path: Path) -> None:
 
 
 def test_trees() -> None:
-    good, bad = doctor.check_trees({"verl": ("applied", "/v"), "vllm-ascend": ("unapplied", "/a")})
+    good, bad = doctor.check_trees({"verl": ("applied", "/v"), "vllm-ascend": ("unapplied", "/a")}, "python3")
     assert (good.level, bad.level) == ("ok", "error")
-    assert bad.change == "patchctl apply --vllm-ascend /a"
+    assert bad.change == "patchctl apply --vllm-ascend /a --only vllm-ascend"
+
+
+def test_a_tree_that_python_does_not_import_is_named() -> None:
+    verl, ascend = doctor.check_trees({"verl": None, "vllm-ascend": None}, "/some/python")
+    assert (verl.level, verl.what, verl.change) == (
+        "warning",
+        "verl is not importable by /some/python",
+        "give --verl DIR",
+    )
+    assert (ascend.what, ascend.change) == (
+        "vllm_ascend is not importable by /some/python",
+        "give --vllm-ascend DIR",
+    )
+
+
+def test_an_environment_without_the_trees_is_warned_about(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    answer = {"python": "3.11.0", "platform": "Linux", "packages": {}, "places": {"verl": None, "vllm_ascend": None}}
+    python.write_text(f"#!/bin/sh\necho {shlex.quote(json.dumps(answer))}\n")
+    python.chmod(0o755)
+    found = of_area("patches", doctor_findings("--python", python))
+    assert [(finding["level"], finding["change"]) for finding in found] == [
+        ("warning", "give --verl DIR"),
+        ("warning", "give --vllm-ascend DIR"),
+    ]
+    assert all(f"by {python}" in finding["what"] for finding in found)
+
+
+def doctor_findings(*arguments: str | Path, cwd: Path | None = None) -> list[dict[str, str]]:
+    done = run_cli("doctor", "--json", *arguments, cwd=cwd)
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
+    found: list[dict[str, str]] = json.loads(done.stdout)["findings"]
+    return found
+
+
+def of_area(area: str, findings: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [finding for finding in findings if finding["area"] == area]
+
+
+@pytest.mark.parametrize("name", ["verl", "vllm-ascend"])
+def test_the_way_to_an_unpatched_tree_can_be_typed(
+    name: str, mini: Mini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATCHCTL_ROOT", str(mini.root))
+    tree = mini.pristine(tmp_path / "a tree", mini.pin(name))
+    found = of_area("patches", doctor_findings(f"--{name}", tree.root, cwd=tmp_path))
+    (change,) = [finding["change"] for finding in found if finding["level"] == "error"]
+    program, *arguments = shlex.split(change)
+    assert program == "patchctl"
+    done = run_cli(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = of_area("patches", doctor_findings(f"--{name}", tree.root, cwd=tmp_path))
+    assert [finding["level"] for finding in found if str(tree.root) in finding["what"]] == ["ok"]
+
+
+def test_a_folder_that_is_no_tree_is_not_to_be_patched(tmp_path: Path) -> None:
+    found = of_area("patches", doctor_findings("--verl", tmp_path))
+    (finding,) = [finding for finding in found if finding["level"] == "error"]
+    assert str(tmp_path) in finding["what"] and finding["change"] == "give --verl DIR"
 
 
 def test_the_command_prints_a_document_and_an_environment_for_the_report(tmp_path: Path) -> None:
@@ -220,8 +286,131 @@ def test_the_command_prints_a_document_and_an_environment_for_the_report(tmp_pat
     file = tmp_path / "env.json"
     file.write_text(done.stdout)
     assert doctor.read_environments(file, None)["infer"]["python"]
-    done = run_cli("doctor", "--python", tmp_path / "none")
-    assert done.returncode == 1 and "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "No such file"),
+        ("", "Exec format"),
+        ("#!/bin/sh\necho first; echo last >&2; exit 3\n", "last"),
+        ("#!/bin/sh\nexit 3\n", "exit code 3"),
+        ("#!/bin/sh\necho '{}'\n", "answer"),
+        ("#!/bin/sh\necho hello\n", "answer"),
+    ],
+)
+def test_an_interpreter_that_is_none_is_one_line_with_the_next_step(
+    text: str | None, says: str, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    if text is not None:
+        python.write_text(text)
+        python.chmod(0o755)
+    done = run_cli("doctor", "--python", python)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "Errno" not in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert str(python) in line and says in line and "give --python" in line
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_launch_script_that_cannot_be_read_is_one_line(content: bytes | None, tmp_path: Path) -> None:
+    script = tmp_path / "launch.sh"
+    if content is not None:
+        script.write_bytes(content)
+    done = run_cli("doctor", "--launch", script)
+    assert done.returncode == 1 and "Errno" not in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert str(script) in line and "give --launch" in line
+
+
+@pytest.mark.parametrize(
+    ("lines", "left"),
+    [
+        ("export DUMP_ON=1", {"DUMP_ON": "1", "HOME": "/h"}),
+        ("  export DUMP_ON=1 PROMPTS_ONLY='1'  # both", {"DUMP_ON": "1", "PROMPTS_ONLY": "1", "HOME": "/h"}),
+        ("export DUMP_ON=1\nexport DUMP_ON=0", {"DUMP_ON": "0", "HOME": "/h"}),
+        ('export DUMP_CONFIG_PATH="$HOME/a.json"', {"DUMP_CONFIG_PATH": "/h/a.json", "HOME": "/h"}),
+        ("export A=/x\nexport B=${A}/y", {"A": "/x", "B": "/x/y", "HOME": "/h"}),
+        ("export A='$HOME'", {"A": "$HOME", "HOME": "/h"}),
+        ("# export DUMP_ON=1\nDUMP_ON=1\necho export DUMP_ON=1", {"HOME": "/h"}),
+        ("unset HOME", {}),
+        ("export HOME", {"HOME": "/h"}),
+        ("A=1; export A && export B=${C:-2}", {"A": "1", "B": "2", "HOME": "/h"}),
+        ("export A=1 \\\n  B=2", {"A": "1", "B": "2", "HOME": "/h"}),
+        ("HOME=/x true", {"HOME": "/h"}),
+        ("HOME=/x", {"HOME": "/x"}),
+        ("unset HOME\nHOME=/x", {}),
+    ],
+)
+def test_what_a_script_exports_counts(lines: str, left: dict[str, str], tmp_path: Path) -> None:
+    """And is what a real shell makes of it."""
+    script = tmp_path / "launch.sh"
+    script.write_text(lines + "\n")
+    assert doctor.exported(script, {"HOME": "/h"}) == left
+    (tmp_path / "say.py").write_text("import json, os; print(json.dumps(dict(os.environ)))")
+    said = subprocess.check_output(
+        ["bash", "-c", '. "$1" >&2; exec "$2" -S "$3"', "-", script, sys.executable, tmp_path / "say.py"],
+        env={"HOME": "/h"},
+        text=True,
+    )
+    real = json.loads(said)
+    assert {name: value for name, value in real.items() if name in {"HOME", "A", "B", *doctor.VARIABLES}} == left
+
+
+def test_variables_in_front_of_the_command_that_starts_verl_count(tmp_path: Path) -> None:
+    script = tmp_path / "launch.sh"
+    script.write_text("DUMP_ON=1 \\\n PROMPTS_ONLY=1 python3 -m verl.trainer.main_ppo data.shuffle=False\n")
+    assert doctor.exported(script, {}) == {"DUMP_ON": "1", "PROMPTS_ONLY": "1"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_config_wrote_is_all_that_doctor_looks_at(mode: str, tmp_path: Path) -> None:
+    """The script brings its variables along: with nothing in this shell, there is nothing to say about them."""
+    out = tmp_path / "dump-config"
+    assert run_cli("config", out, "--mode", mode, "--dump-root", tmp_path / "dump").returncode == 0
+    script = out / ("hybrid.sh" if mode == "hybrid" else "fully_async.sh")
+    files = ("--generate-config", out / "config_generate.json", "--actor-config", out / "config_actor.json")
+    assert of_area("environment", doctor_findings(*files))
+    found = doctor_findings(*files, "--launch", script)
+    assert of_area("environment", found) == []
+    assert [(finding["level"], str(script) in finding["what"]) for finding in of_area("launch", found)] == [
+        ("ok", True)
+    ]
+    script.write_text(script.read_text().replace("export DUMP_ON=1", "").replace("config_actor", "other"))
+    found = of_area("environment", doctor_findings(*files, "--launch", script))
+    assert [finding["what"].split()[0] for finding in found] == ["DUMP_ON", "the"]
+    assert "other.json" in found[1]["what"]
+
+
+def test_another_file_of_the_training_side_than_the_one_that_is_checked(tmp_path: Path) -> None:
+    read, checked = tmp_path / "read.json", tmp_path / "checked.json"
+    for file in (read, checked):
+        file.write_text("{}")
+    variables = {**GOOD, "DUMP_CONFIG_PATH": str(read)}
+    (finding,) = doctor.check_variables(variables, None, checked)
+    assert finding.level == "warning" and str(read) in finding.what
+    assert finding.change == f"export DUMP_CONFIG_PATH={checked}"
+    assert list(doctor.check_variables({**variables, "DUMP_CONFIG_PATH": str(checked)}, None, checked)) == []
+    read.unlink()
+    (finding,) = doctor.check_variables(variables, None, checked)
+    assert "does not exist" in finding.what
+
+
+def test_the_document_explains_every_override_that_is_written() -> None:
+    """A table for the hybrid script, one for what is different in fully async's; every value is the script's."""
+    text = (ROOT / "docs" / "dump-run.md").read_text(encoding="utf-8")
+    hybrid, fully_async = (
+        {
+            re.sub(r"(additional_config)=.*", r"\1", override.lstrip("+"))
+            for override, _ in overrides(RunPlan(mode=mode))
+        }
+        for mode in MODES
+    )
+    shown = [
+        sorted(code for cell in documents.column(table, 0) for code in documents.code(cell))
+        for table in documents.tables(text)
+    ]
+    assert shown == [sorted(hybrid), sorted(fully_async - hybrid)]
 
 
 def test_virtual_stages_have_steps_of_their_own() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,15 +44,18 @@ class Launch:
 
 
 def launched(script: str, folder: Path) -> Launch:
-    """Run the script with a python3 that only says how it was called."""
-    recorder = folder / "python3"
-    recorder.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
-    )
-    recorder.chmod(0o755)
+    """Run the script with a python3 that only says how it was called; `patchctl` in it is the real one."""
+    programs = {
+        "python3": f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n",
+        "patchctl": f"#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT / 'tool'))} "
+        f'exec {shlex.quote(sys.executable)} -m patchctl "$@"\n',
+    }
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
     said = subprocess.check_output(["bash", "-euc", script], env=environment, text=True, cwd=folder)
-    (_, module, *overrides), given = json.loads(said)
+    (_, module, *overrides), given = json.loads(said.splitlines()[-1])
     return Launch(module, overrides, given)
 
 
@@ -62,10 +67,14 @@ def compose(tree: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def document_scripts() -> Iterator[Any]:
+    """Each launch command of a document, behind the `patchctl config` commands that stand before it."""
     for path in documents.documents():
-        for language, line, block in documents.blocks(path.read_text(encoding="utf-8")):
-            if language == "bash" and "python3 -m verl." in block:
-                yield pytest.param(block, id=f"{path.name}:{line}")
+        configured: list[str] = []
+        for command in documents.commands(path):
+            if command.text.startswith("patchctl config "):
+                configured.append(re.sub(r" --model \S+", "", command.text))  # for the estimate of the disk only
+            elif re.search(r"python3 -m verl\.|^bash \S+\.sh", command.text):
+                yield pytest.param("\n".join([*configured, command.text]), id=f"{path.name}:{command.line}")
 
 
 def written_scripts() -> Iterator[Any]:
@@ -84,6 +93,12 @@ def preflight(verl_tree: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modu
     yield importlib.import_module(spec.name)
     for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
         del sys.modules[name]
+
+
+def test_the_documents_start_both_modes() -> None:
+    shown = "\n".join(parameters.values[0] for parameters in document_scripts())
+    assert "hybrid.sh " in shown
+    assert "fully_async.sh " in shown
 
 
 @pytest.mark.parametrize("script", [*written_scripts(), *document_scripts()])

@@ -20,6 +20,7 @@ from typing import Any
 
 from patchctl.config_files import ModelShape, RunPlan, config_problems, estimate_disk, human
 from patchctl.errors import PatchctlError
+from patchctl.tree import Progress
 
 PACKAGES = (
     "mindstudio-probe",
@@ -92,9 +93,26 @@ def probe(python: str | None) -> dict[str, Any]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
         found: dict[str, Any] = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise PatchctlError(f"cannot ask `{command[0]}` for its packages: {error}") from error
+        if not {"python", "platform", "packages", "places"} <= found.keys():
+            raise ValueError
+    except (OSError, subprocess.SubprocessError, ValueError, AttributeError) as error:
+        raise PatchctlError(
+            f"cannot ask `{command[0]}` for its packages: {_why(error)}; "
+            "give --python the interpreter of the environment, for example ~/venv/bin/python"
+        ) from error
     return found
+
+
+def _why(error: Exception) -> str:
+    """In a few words, why an interpreter gave no answer."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, subprocess.CalledProcessError):
+        said = str(error.stderr).strip().splitlines()
+        return said[-1] if said else f"exit code {error.returncode}"
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"no answer within {error.timeout:.0f} s"
+    return "its answer is not that of a Python interpreter"
 
 
 def environment_of(found: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
@@ -141,13 +159,24 @@ def check_packages(packages: Mapping[str, str | None]) -> Iterator[Finding]:
         )
 
 
-def check_trees(states: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
-    """Every tree carries the whole series."""
-    for name, (state, place) in states.items():
-        if state == "applied":
+def check_trees(states: Mapping[str, tuple[str, str] | None], python: str) -> Iterator[Finding]:
+    """Every tree carries the whole series.
+
+    `states`: how far it is applied, and the tree's place; None for a package that `python` does not import.
+    """
+    progress = {state.value for state in Progress}
+    for name, found in states.items():
+        if found is None:
+            package = name.replace("-", "_")
+            yield Finding("warning", "patches", f"{package} is not importable by {python}", f"give --{name} DIR")
+            continue
+        state, place = found
+        if state == Progress.APPLIED.value:
             yield Finding("ok", "patches", f"{name} in {place} is patched")
         else:
-            yield Finding("error", "patches", f"{name} in {place} is {state}", f"patchctl apply --{name} {place}")
+            apply = f"patchctl apply --{name} {shlex.quote(place)} --only {name}"
+            change = apply if state in progress else f"give --{name} DIR"
+            yield Finding("error", "patches", f"{name} in {place} is {state}", change)
 
 
 def check_configs(generate: Path | None, actor: Path | None) -> Iterator[Finding]:
@@ -213,15 +242,16 @@ def check_disk(generate: Path | None, shape: ModelShape | None, plan: RunPlan) -
         yield Finding("ok", "disk", text)
 
 
-def check_variables(variables: Mapping[str, str], forwards: bool | None) -> Iterator[Finding]:
+def check_variables(
+    variables: Mapping[str, str], forwards: bool | None, actor: Path | None = None
+) -> Iterator[Finding]:
     """The dump's variables are set, reach the Ray workers, and nothing switches the dump off.
 
-    `forwards`: the patched verl forwards them itself; None when that is not known.
+    `variables`: this shell's, with what the launch script makes of them (`exported`). `forwards`: the patched verl
+    forwards them itself; None when that is not known. `actor`: the training side's msprobe config that is checked.
     """
     if variables.get("DUMP_ON") != "1":
-        yield Finding(
-            "warning", "environment", "DUMP_ON is not 1 in this shell", "export DUMP_ON=1 where verl is started"
-        )
+        yield Finding("warning", "environment", "DUMP_ON is not 1", "export DUMP_ON=1 where verl is started")
     if variables.get("PROMPTS_ONLY") != "1":
         yield Finding(
             "warning",
@@ -244,13 +274,16 @@ def check_variables(variables: Mapping[str, str], forwards: bool | None) -> Iter
             "unset VLLM_USE_V2_MODEL_RUNNER",
         )
     config = variables.get("DUMP_CONFIG_PATH", "/home/config_actor.json")
+    name_it = f"export DUMP_CONFIG_PATH={shlex.quote(str(actor.absolute()))}" if actor else ""
     if not Path(config).is_file():
         yield Finding(
             "warning",
             "environment",
             f"the training side's msprobe config {config} does not exist here",
-            "set DUMP_CONFIG_PATH to a file that every training machine has",
+            name_it or "set DUMP_CONFIG_PATH to a file that every training machine has",
         )
+    elif actor and actor.is_file() and not actor.samefile(config):
+        yield Finding("warning", "environment", f"the training side reads {config}, not {actor}", name_it)
     if forwards is False:
         yield Finding(
             "error",
@@ -275,6 +308,7 @@ _WANTED = (
     ("actor_rollout_ref.actor.use_dynamic_bsz", ("False", "false"), "dynamic batches pack requests into one step"),
     ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", ("1",), "several requests share a training step"),
     ("actor_rollout_ref.rollout.n", ("1",), "every prompt is dumped n times"),
+    ("actor_rollout_ref.rollout.max_num_seqs", ("1",), "several prefills share a step"),
     ("actor_rollout_ref.rollout.enforce_eager", ("True", "true"), "graphs have no modules to hook"),
     ("actor_rollout_ref.model.use_remove_padding", ("True", "true"), "prompts are padded"),
     (
@@ -331,13 +365,15 @@ def check_overrides(settings: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
+def check_launch(script: Path) -> Iterator[Finding]:
+    """The overrides of a launch script. Raises PatchctlError."""
+    findings = list(check_overrides(read_overrides(script)))
+    yield from findings or [Finding("ok", "launch", f"{script}: every override fits a dump")]
+
+
 def read_overrides(script: Path) -> dict[str, str]:
     """The `key=value` words of a launch script, comments aside; the last one counts. Raises PatchctlError."""
-    try:
-        text = script.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PatchctlError(f"cannot read `{script}`: {error}") from error
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    lines = [line for line in _read_script(script).splitlines() if not line.lstrip().startswith("#")]
     try:
         words = shlex.split(" ".join(line.rstrip("\\") for line in lines), comments=False)
     except ValueError as error:
@@ -348,6 +384,71 @@ def read_overrides(script: Path) -> dict[str, str]:
         if match:
             found[match[1]] = match[2]
     return found
+
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_REFERENCE = re.compile(r"\$([A-Za-z_]\w*)|\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}")
+_QUOTED_DOLLAR = "\0"
+
+
+def exported(script: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment that a launch script gives verl, started in that of `variables`. Raises PatchctlError.
+
+    It is read, not run: assignments, `export` and `unset` count wherever they stand, $NAME and ${NAME:-default} are
+    known, other expansions stay as they are written.
+    """
+    known, names = dict(variables), set(variables)
+    for words in _statements(_read_script(script)):
+        command = next((number for number, word in enumerate(words) if not _ASSIGNMENT.fullmatch(word)), len(words))
+        if words[0] == "unset":
+            for name in words[1:]:
+                known.pop(name, None)
+                names.discard(name)
+            continue
+        given = words[1:] if words[0] == "export" else words[:command]
+        starts_verl = any(word.startswith("verl.") for word in words[command:])
+        if words[0] != "export" and command < len(words) and not starts_verl:
+            continue  # variables of another command
+        for word in given:
+            if match := _ASSIGNMENT.fullmatch(word):
+                known[match[1]] = _expanded(match[2], known)
+        if words[0] == "export" or starts_verl:
+            names |= {word.partition("=")[0] for word in given}
+    return {name: known[name] for name in names if name in known}
+
+
+def _statements(text: str) -> Iterator[list[str]]:
+    """The words of each simple command, unquoted; the $ of single quotes is _QUOTED_DOLLAR."""
+    for line in text.replace("\\\n", " ").splitlines():
+        hidden = re.sub(r"'[^']*'", lambda quoted: quoted[0].replace("$", _QUOTED_DOLLAR), line)
+        lexer = shlex.shlex(hidden, posix=True, punctuation_chars=";&|")
+        lexer.whitespace_split = True
+        try:
+            words = list(lexer)
+        except ValueError:
+            continue  # a text of several lines; none of the variables looked at has one
+        start = 0
+        for end in (*(number for number, word in enumerate(words) if not word.strip(";&|")), len(words)):
+            if words[start:end]:
+                yield words[start:end]
+            start = end + 1
+
+
+def _expanded(value: str, known: Mapping[str, str]) -> str:
+    def look_up(match: re.Match[str]) -> str:
+        return known.get(match[1] or match[2]) or match[3] or ""
+
+    return _REFERENCE.sub(look_up, value).replace(_QUOTED_DOLLAR, "$")
+
+
+def _read_script(script: Path) -> str:
+    give = "give --launch the bash script that starts verl"
+    try:
+        return script.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PatchctlError(f"cannot read `{script}`: {error.strerror}; {give}") from error
+    except UnicodeDecodeError as error:
+        raise PatchctlError(f"`{script}` is not UTF-8 text; {give}") from error
 
 
 def forwards_variables(verl: Path | None) -> bool | None:

@@ -115,6 +115,10 @@ class Pins(NamedTuple):
         return self.resolve("vllm-ascend", verl_pin.pairs_with)
 
 
+NAME = re.compile(r"(?!.*\.lock$)[A-Za-z0-9][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_-]+)*")
+"""A pin's name: it is part of a folder's name, of a git branch's, and of the marks in `series`."""
+
+
 def load(path: Path) -> Pins:
     """Read pins.toml.
 
@@ -134,6 +138,8 @@ def load(path: Path) -> Pins:
     except (KeyError, TypeError, AttributeError) as error:
         raise PatchctlError(f"{path}: a field is missing or unknown: {error}") from None
     for pin in pins:
+        if not isinstance(pin.name, str) or not NAME.fullmatch(pin.name):
+            raise PatchctlError(f"{path}: {pin.name!r} can't be a pin's name: letters, digits, `.`, `_` and `-`")
         if not isinstance(pin.commit, str) or not re.fullmatch(r"[0-9a-f]{40}", pin.commit):
             raise PatchctlError(f"{path}: pin {pin}: its commit is not 40 hex digits")
         if pin.pairs_with is not None and pin.pairs_with not in [p.name for p in pins if p.upstream != pin.upstream]:

@@ -17,6 +17,9 @@ from patchctl.errors import InTheWayError, PatchctlError, UsageError
 from patchctl.pins import Pin, Upstream
 from patchctl.series import Chain
 
+NAMED = 3
+"""So many files are named where many have the same trouble."""
+
 
 def blob_id(content: bytes) -> str:
     """The id that git gives these contents."""
@@ -84,7 +87,7 @@ def open_tree(folder: Path, upstream: Upstream) -> Tree:
         raise UsageError(f"{folder}: is empty; remove it, and `patchctl fetch` obtains a {name} tree")
     if {"HEAD", "objects", "refs"} <= names:
         raise UsageError(f"{folder}: a bare repository has no files to patch; add a worktree and give that")
-    raise UsageError(f"{folder}: not a {name} tree: it has no {package}/__init__.py")
+    raise UsageError(f"{folder}: not a {name} tree: it has no {package}/__init__.py; {give}")
 
 
 def read_file(tree: Tree, path: str, known_blobs: Iterable[str] = ()) -> FileContent:
@@ -178,6 +181,11 @@ class TreeState(NamedTuple):
     @property
     def modified(self) -> tuple[FileState, ...]:
         return tuple(file for file in self.files if file.position is None)
+
+    @property
+    def patched(self) -> tuple[FileState, ...]:
+        """The files that carry a patch for certain: those that are edited are not among them."""
+        return tuple(file for file in self.files if file.positions and not file.pristine)
 
     def patch_applied(self, patch: str) -> bool | None:
         """Whether every file of the patch is at or past it; None where that can't be told, or is so for some only."""

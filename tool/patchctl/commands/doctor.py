@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,7 +27,7 @@ _folder = click.Path(path_type=Path, exists=True, file_okay=False)
 @click.option("--vllm-ascend", type=_folder, help="vllm-ascend tree, likewise.")
 @click.option("--generate-config", type=_file, help="msprobe's file of the inference side.")
 @click.option("--actor-config", type=_file, help="msprobe's file of the training side.")
-@click.option("--launch", type=_file, help="Launch script whose overrides to check.")
+@click.option("--launch", type=_file, help="Launch script whose overrides and variables to check.")
 @click.option(
     "--model", type=click.Path(path_type=Path, exists=True), help="Model folder, for the estimate of the disk."
 )
@@ -59,20 +60,20 @@ def command(
     patchctl doctor --python ~/venv/bin/python --json > train-env.json
     """
     found = doctor.probe(python)
-    variables = dict(os.environ)
+    variables = doctor.exported(launch, os.environ) if launch else dict(os.environ)
     places = {
         "verl": verl or _place(found["places"]["verl"]),
         "vllm-ascend": vllm_ascend or _place(found["places"]["vllm_ascend"]),
     }
     findings = [
         *doctor.check_packages(found["packages"]),
-        *doctor.check_trees(_states(ctx.obj, places)),
+        *doctor.check_trees(_states(ctx.obj, places), python or sys.executable),
         *doctor.check_configs(generate_config, actor_config),
         *doctor.check_disk(
             generate_config, read_shape(model) if model else None, RunPlan(task=task, requests=requests, prompt=prompt)
         ),
-        *doctor.check_variables(variables, doctor.forwards_variables(places["verl"])),
-        *(doctor.check_overrides(doctor.read_overrides(launch)) if launch else ()),
+        *doctor.check_variables(variables, doctor.forwards_variables(places["verl"]), actor_config),
+        *(doctor.check_launch(launch) if launch else ()),
     ]
     if as_json:
         print_json(
@@ -94,11 +95,12 @@ def _place(path: str | None) -> Path | None:
     return Path(path) if path else None
 
 
-def _states(project: Project, places: dict[str, Path | None]) -> dict[str, tuple[str, str]]:
-    """How far the series is applied to each tree."""
-    states: dict[str, tuple[str, str]] = {}
+def _states(project: Project, places: dict[str, Path | None]) -> dict[str, tuple[str, str] | None]:
+    """How far the series is applied to each tree; None where there is none to look at."""
+    states: dict[str, tuple[str, str] | None] = {}
     for name, place in places.items():
         if place is None:
+            states[name] = None
             continue
         try:
             state = project.detect(open_tree(place, project.pins.upstreams[name]))

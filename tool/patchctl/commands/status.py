@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,7 +11,10 @@ from patchctl.cli import print_json
 from patchctl.commands import _trees
 from patchctl.errors import DONE, IN_THE_WAY, PARTLY_APPLIED
 from patchctl.project import Project
-from patchctl.tree import Progress, TreeState
+from patchctl.tree import NAMED, Progress, TreeState
+
+if TYPE_CHECKING:
+    from patchctl.diagnose import Diagnosis
 
 _EXIT = {Progress.MODIFIED: IN_THE_WAY, Progress.PARTLY: PARTLY_APPLIED}
 _MARK = {True: "applied", False: "not applied", None: "can't be told"}
@@ -42,36 +46,51 @@ def command(
     project: Project = ctx.obj
     folders = _trees.wanted(only, verl, vllm_ascend)
     states = _trees.states(project, folders, {"verl": verl_commit, "vllm-ascend": vllm_ascend_commit})
+    reasons = [_diagnosis(project, state) for state in states]
     if as_json:
-        print_json({"command": "status", "trees": [_document(project, state) for state in states]})
+        trees = [_document(project, state, why) for state, why in zip(states, reasons, strict=True)]
+        print_json({"command": "status", "trees": trees})
     else:
-        for state in states:
-            _print(project, state)
+        for state, why in zip(states, reasons, strict=True):
+            _print(project, state, why)
     ctx.exit(max(_EXIT.get(state.progress, DONE) for state in states))
 
 
-def _document(project: Project, state: TreeState) -> dict[str, object]:
+def _diagnosis(project: Project, state: TreeState) -> Diagnosis | None:
+    if not state.modified:
+        return None
+    from patchctl.diagnose import diagnose  # may ask git what the tree is: only where something is wrong
+
+    return diagnose(project, state)
+
+
+def _document(project: Project, state: TreeState, why: Diagnosis | None) -> dict[str, object]:
     from patchctl import stamp
 
     patches = [
         {"patch": patch, "state": _MARK[state.patch_applied(patch)]} for patch in project.series.for_pin(state.pin)
     ]
-    return {**_trees.tree_document(state), "patches": patches, "stamp": stamp.read(state.tree)}
+    diagnosis = None if why is None else str(why)
+    return {**_trees.tree_document(state), "diagnosis": diagnosis, "patches": patches, "stamp": stamp.read(state.tree)}
 
 
-def _print(project: Project, state: TreeState) -> None:
+def _print(project: Project, state: TreeState, why: Diagnosis | None) -> None:
     patches = project.series.for_pin(state.pin)
     applied = sum(state.patch_applied(patch) is True for patch in patches)
-    click.echo(f"{state.pin}: {state.progress.value} ({applied}/{len(patches)} patches) in {_trees.at(state.tree)}")
-    if state.progress not in _EXIT:
-        return
-    for patch in patches:
-        click.echo(f"  {_MARK[state.patch_applied(patch)]:<19} {patch}")
-    for file in state.files:
-        if file.position is None:
-            found = "missing" if file.found.content is None else "modified"
-            click.echo(f"  {found:<19} {file.path}")
-        elif 0 < file.position < len(file.chain):
-            click.echo(f"  {f'{file.position} of {len(file.chain)} patches':<19} {file.path}")
+    progress = state.progress.value
+    if why is not None:
+        click.echo(f"{state.tree}: {why}")
+        if not state.patched and not why.foreign:
+            progress += ", not applied"
+    click.echo(f"{state.pin}: {progress} ({applied}/{len(patches)} patches) in {_trees.at(state.tree)}")
+    for file in state.modified[:NAMED]:
+        click.echo(f"  {'missing' if file.found.content is None else 'modified':<19} {file.path}")
+    if len(state.modified) > NAMED:
+        click.echo(f"  and {len(state.modified) - NAMED} more (--json names all)")
     if state.progress is Progress.PARTLY:
+        for patch in patches:
+            click.echo(f"  {_MARK[state.patch_applied(patch)]:<19} {patch}")
+        for file in state.files:
+            if file.position is not None and 0 < file.position < len(file.chain):
+                click.echo(f"  {f'{file.position} of {len(file.chain)} patches':<19} {file.path}")
         click.echo("  next: `patchctl apply` finishes it, `patchctl revert` undoes it")

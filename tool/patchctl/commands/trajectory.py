@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from patchctl.cli import print_json, say
-from patchctl.errors import PatchctlError
+from patchctl.errors import PatchctlError, UsageError
 from patchctl.trajectory.page import write_page
 from patchctl.trajectory.summary import summary, summary_lines
-from patchctl.trajectory.trial import Trial, read_trial
+from patchctl.trajectory.trial import DOCUMENT, JOURNAL, Trial, read_trial
 from patchctl.trajectory.vocabulary import find_tokenizer, token_texts
 
 
@@ -41,9 +41,11 @@ def command(file: Path, out: Path | None, tokenizer: Path | None, as_json: bool)
     patchctl trajectory proxy_trajectory.jsonl -o page.html --tokenizer /models/Qwen3-8B
     """
     trial = read_trial(file)
+    target = out or (file if file.is_dir() else file.parent) / "trajectory.html"
+    if target.name in (DOCUMENT, JOURNAL) or (target.exists() and target.samefile(file)):
+        raise UsageError(f"`{target}` is an archive: the page would take its place; give another file (-o)")
     vocabulary = find_tokenizer(tokenizer, trial.tokenizer)
     texts = token_texts(vocabulary, _ids(trial)) if vocabulary is not None else {}
-    target = out or (file if file.is_dir() else file.parent) / "trajectory.html"
     try:
         write_page(trial, texts, target, time.strftime("%Y-%m-%d %H:%M", time.localtime()))
     except OSError as error:
@@ -52,8 +54,13 @@ def command(file: Path, out: Path | None, tokenizer: Path | None, as_json: bool)
         print_json({"command": "trajectory", "html": str(target), **summary(trial)})
     else:
         for line in summary_lines(trial):
-            click.echo(line)
+            click.echo(_printable(line))
     say(f"wrote {target}")
+
+
+def _printable(line: str) -> str:
+    """An archive may hold anything, and a terminal does what it is told."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in line)
 
 
 def _ids(trial: Trial) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from patchctl.cli import print_json, say
 from patchctl.commands import _trees
 from patchctl.errors import DONE, FAILED
 from patchctl.project import Project
-from patchctl.tree import TreeState
+from patchctl.tree import NAMED, TreeState
 from patchctl.verify import beside
 from patchctl.verify.findings import Finding
 from patchctl.verify.tree import check_post_images
@@ -51,7 +52,7 @@ def command(
     folders = _trees.wanted(only, verl, vllm_ascend)
     revisions = {"verl": verl_commit, "vllm-ascend": vllm_ascend_commit}
     series = [] if rules_only else [partial(_series, project)]
-    trees = [partial(_tree, state, rules_only) for state in _states(project, folders, revisions, rules_only)]
+    trees = [partial(_tree, project, state, rules_only) for state in _states(project, folders, revisions, rules_only)]
     checked = beside.run([*series, *trees])
     findings = [finding for check in checked for finding in check["findings"]]
     if as_json:
@@ -59,8 +60,8 @@ def command(
         print_json({"command": "verify", "ok": not findings, "checked": rows})
     else:
         for check in checked:
-            for finding in check["findings"]:
-                click.echo(_placed(finding, check.get("root")))
+            for line in _lines(check):
+                click.echo(line)
             for reason in check["skipped"]:
                 say(f"note: {check['what']}: skipped {reason}")
             count = len(check["findings"])
@@ -93,14 +94,22 @@ def _series(project: Project) -> dict[str, Any]:
     }
 
 
-def _tree(state: TreeState, rules_only: bool) -> dict[str, Any]:
-    from patchctl.verify.rules import check_tree  # the rules read code; the series alone needs none of them
-
+def _tree(project: Project, state: TreeState, rules_only: bool) -> dict[str, Any]:
     tree, pin = state.tree, state.pin
     pinned = not rules_only
-    findings = list(check_post_images(state)) if pinned else []
+    diagnosis = None
+    if pinned and state.modified:
+        from patchctl.diagnose import diagnose  # may ask git what the tree is: only where something is wrong
+
+        diagnosis = diagnose(project, state)
+    findings = list(check_post_images(state, diagnosis)) if pinned else []
     touched = [file.path for file in state.files]
-    if (rules_only or pin.debugger_stops is not None) and not (findings and findings[0].path == "."):
+    bare = any(finding.path == "." for finding in findings)
+    foreign = diagnosis is not None and diagnosis.foreign
+    by_rule = rules_only or (pin.debugger_stops is not None and not bare and not foreign)
+    if by_rule:
+        from patchctl.verify.rules import check_tree  # the rules read code; an unpatched tree has none for them
+
         expected = pin.debugger_stops if pinned else None
         by_hash = pinned and not findings
         findings += check_tree(tree.root, tree.upstream.name, expected, touched, unchanged=by_hash)
@@ -109,15 +118,32 @@ def _tree(state: TreeState, rules_only: bool) -> dict[str, Any]:
         "upstream": tree.upstream.name,
         "pin": pin.name if pinned else None,
         "root": str(tree.root),
-        "extent": f"{len(touched)} files by hash and by rule" if pinned else "by rule",
+        "extent": f"{len(touched)} files by hash{' and by rule' if by_rule else ''}" if pinned else "by rule",
+        "diagnosis": None if diagnosis is None else str(diagnosis),
         "findings": tuple(findings),
         "skipped": (),
     }
 
 
+def _lines(check: dict[str, Any]) -> Iterator[str]:
+    """What was found, for people: why first, then where; of files that differ, the first few."""
+    root = check.get("root")
+    if check.get("diagnosis"):
+        yield f"{root}: {check['diagnosis']}"
+    differing = [finding for finding in check["findings"] if finding.rule == "post-image" and finding.path != "."]
+    left_out = differing[NAMED:]
+    for finding in check["findings"]:
+        if finding not in left_out:
+            yield _placed(finding, root)
+        elif finding is left_out[0]:
+            yield f"and {len(left_out)} more (--json names all)"
+
+
 def _placed(finding: Finding, root: str | None) -> str:
-    """The finding's line, with the tree's folder before its path."""
-    return f"{root}/{finding}" if root and finding.path != "." else str(finding)
+    """The finding's line, with the tree's folder before its path, or in the place of it."""
+    if root is None:
+        return str(finding)
+    return str(finding._replace(path=root if finding.path == "." else f"{root}/{finding.path}"))
 
 
 def _document(finding: Finding) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from patchctl.errors import PatchctlError, UsageError
+from patchctl.errors import InTheWayError, PatchctlError, UsageError
 from patchctl.project import PACKAGED, Project
 from patchctl.series import sha256
 from patchctl.sources import Say
@@ -29,16 +29,24 @@ def _digest(path: Path) -> str | None:
     return sha256(path.read_bytes()) if path.is_file() else None
 
 
+def seen(root: Path) -> dict[str, str | None]:
+    """The digests of the files that a refresh is made from, by path below the project's root."""
+    patches = (path.relative_to(root).as_posix() for path in (root / "patches").rglob("*.patch"))
+    return {name: _digest(root / name) for name in ("configs/pins.toml", "series", "series.lock", *sorted(patches))}
+
+
 @dataclass(frozen=True)
 class Refreshed:
     """The series as it should be on disk: contents by path below the project's root, the lock last.
 
     Attributes:
         notes: what a person should know of it, a line each.
+        seen: what it was made from, see `seen`; None where that is not to be held to.
     """
 
     files: Mapping[str, bytes]
     notes: tuple[str, ...] = ()
+    seen: Mapping[str, str | None] | None = None
 
     def differing(self, root: Path) -> list[str]:
         """The paths whose file is missing, superfluous or other than it should be."""
@@ -50,7 +58,7 @@ class Refreshed:
         """Put the new files in place and remove the ones that are no longer listed; the lock comes last.
 
         Raises:
-            InTheWayError: another run is writing.
+            InTheWayError: another run is writing, or a file was changed since this was made.
             PatchctlError: a file can't be written; nothing was changed.
         """
         differing = self.differing(root)
@@ -65,6 +73,7 @@ class Refreshed:
         steps[-1:-1] = [{"path": name, "before": _digest(root / name), "after": None} for name in superfluous]
         staging = root / _STAGING
         with exclusive([root]):
+            self._check_unchanged(root)
             try:
                 shutil.rmtree(staging, ignore_errors=True)
                 for step in steps:
@@ -81,6 +90,19 @@ class Refreshed:
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
             _finish(root)
+
+    def _check_unchanged(self, root: Path) -> None:
+        """The proofs take minutes, and a port waits for a person: what was changed meanwhile must not be written over.
+
+        Raises:
+            InTheWayError: names the first file.
+        """
+        if self.seen is None:
+            return
+        now = seen(root)
+        changed = [name for name in {**self.seen, **now} if self.seen.get(name) != now.get(name)]
+        if changed:
+            raise InTheWayError(f"{root / changed[0]}: was changed while this ran; run it again; nothing was written")
 
 
 def prove(root: Path, refreshed: Refreshed) -> None:

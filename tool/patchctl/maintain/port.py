@@ -23,11 +23,10 @@ from patchctl.maintain import carry, commits, editing, worktrees
 from patchctl.maintain.base import Base
 from patchctl.maintain.carry import Clash, Word
 from patchctl.maintain.worktrees import Record
-from patchctl.pins import Pin
+from patchctl.pins import NAME, Pin
 from patchctl.project import Project
 from patchctl.sources import Say
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MARKER = re.compile(rb"^(?:<{7}|>{7}|\|{7}) ", re.MULTILINE)
 RELEASE = re.compile(r"v?(\d+(?:\.\w+)+)")
 """A pin's name that is a release's tag; the group is the version."""
@@ -170,7 +169,7 @@ def start(
     of = project.pins.upstreams[upstream]
     commit = sources.resolve(of, revision, say)
     name = name or (revision if RELEASE.fullmatch(revision) else commit[:8])
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise UsageError(f"{name!r} can't be a pin's name: letters, digits, `.`, `_` and `-`; give --name NAME")
     for pin in project.pins.of(upstream):
         if pin.commit == commit:

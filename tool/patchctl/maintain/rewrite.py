@@ -18,7 +18,7 @@ from patchctl.errors import PatchctlError, UsageError
 from patchctl.maintain import commits, editing, worktrees
 from patchctl.maintain.base import Base
 from patchctl.maintain.commits import Change, Exported, FileState, States
-from patchctl.maintain.files import Refreshed
+from patchctl.maintain.files import Refreshed, seen
 from patchctl.maintain.worktrees import Worktree
 from patchctl.patchfile import HunkError, Patch
 from patchctl.pins import Pin, Pins
@@ -109,6 +109,7 @@ def refresh(
     Raises:
         PatchctlError: a patch does not apply to a pin it serves, a rule is broken, or the worktrees disagree.
     """
+    made_from = seen(project.root)
     pins = pins or project.pins
     given = [worktrees.open_worktree(folder, project.pins) for folder in folders] + ([added] if added else [])
     by_pin: dict[str, Worktree] = {}
@@ -146,7 +147,9 @@ def refresh(
             bases[pin.key].prove(after)
     lock = Lock(sha256, chains)
     files = {f"patches/{name}": data for name, data in texts.items()}
-    return Refreshed({**files, "series": listing.encode(), "series.lock": lock.dump().encode()}, tuple(notes))
+    return Refreshed(
+        {**files, "series": listing.encode(), "series.lock": lock.dump().encode()}, tuple(notes), made_from
+    )
 
 
 def _unchanged(

@@ -217,14 +217,15 @@ def appearing(project: Project, upstream: str, pin: str, into: Path | None) -> I
         with exclusive([usual.parent]):
             shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed
             fresh.mkdir()
-            yield fresh, place
-            fresh.rename(place)
-            if place != usual:
-                usual.symlink_to(place)
+            try:
+                yield fresh, place
+                fresh.rename(place)
+                if place != usual:
+                    usual.symlink_to(place)
+            finally:  # not without the lock: a run that was refused it must leave the other's folder alone
+                shutil.rmtree(fresh, ignore_errors=True)
     except OSError as error:
         raise PatchctlError(f"{error.filename or place}: can't be made: {error.strerror}") from None
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def prepare(git: Git) -> None:

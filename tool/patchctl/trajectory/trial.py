@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from patchctl.errors import PatchctlError
 
 VERSION = 1
 DOCUMENT = "proxy_trajectory.json"
 JOURNAL = "proxy_trajectory.jsonl"
+
+MOST = 1e300
+"""What no number of an archive comes near."""
 
 Json = Mapping[str, Any]
 
@@ -153,11 +155,11 @@ def _read(raw: bytes) -> Trial:
 
 
 def _loads(raw: bytes) -> Any:
-    """JSON, with nothing for a number that is not finite: no browser reads it."""
+    """JSON, with nothing for a number that is not finite, or too large to be reckoned with: no browser reads it."""
 
     def number(text: str) -> float | None:
         value = float(text)
-        return value if math.isfinite(value) else None
+        return value if abs(value) < MOST else None
 
     return json.loads(raw, parse_float=number, parse_constant=lambda name: None)
 
@@ -223,7 +225,7 @@ def _trial(lines: Sequence[Json], lost: int, whole: bool, document: Json | None 
     created, tokenizer = first.get("created"), first.get("tokenizer")
     return Trial(
         id=str(first.get("id")),
-        created=float(created) if isinstance(created, int | float) else 0.0,
+        created=float(created) if _is_number(created) else 0.0,
         whole=whole,
         lost=lost,
         turns=tuple(turns.values()),
@@ -240,6 +242,8 @@ def _turn(record: Json, known: Mapping[str, Turn]) -> Turn:
     turn_id, number = record.get("id"), record.get("number")
     if not isinstance(turn_id, str) or not isinstance(number, int):
         raise _Rubbish("a turn has no id or no number")
+    if turn_id in known:
+        raise _Rubbish(f"turn {number} has the id of an earlier one")
     parent = _name(record, "parent")
     if parent is not None and parent not in known:
         raise _Rubbish(f"turn {number} follows a turn that is not there")
@@ -256,7 +260,7 @@ def _turn(record: Json, known: Mapping[str, Turn]) -> Turn:
     context = sum(len(span.ids) for span in spans)
     if not isinstance(recomputed, list) or len(recomputed) not in (0, context):
         raise _Rubbish(f"turn {number} has {context} tokens of context and not as many recomputed values")
-    if not all(value is None or isinstance(value, int | float) for value in (*log_probs, *recomputed)):
+    if not all(value is None or _is_number(value) for value in (*log_probs, *recomputed)):
         raise _Rubbish(f"turn {number} has a log-probability that is no number")
     start = record.get("start")
     if start != (known[parent].end if parent is not None else 0):
@@ -316,6 +320,10 @@ def _ids(item: Json, name: str, number: int) -> Sequence[int]:
     if not isinstance(value, list) or not all(isinstance(one, int) for one in value):
         raise _Rubbish(f"turn {number} has {name} that are no token ids")
     return value
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and abs(value) < MOST
 
 
 def _name(item: Json, name: str) -> str | None:
