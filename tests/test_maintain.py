@@ -262,6 +262,16 @@ def test_the_comment_above_the_series_and_the_other_upstreams_patches_stay(mini:
     assert {name: data for name, data in files(mini).items() if name.startswith("patches/vllm-ascend/")} == other
 
 
+@pytest.mark.parametrize("lines", [0, 3])
+def test_a_series_that_lost_lines_costs_no_patch(mini: Mini, lines: int) -> None:
+    before = {path: path.read_bytes() for path in (mini.root / "patches").rglob("*.patch")}
+    series = mini.root / "series"
+    series.write_text("".join(series.read_text().splitlines(keepends=True)[:lines]))
+    with pytest.raises(PatchctlError, match=r"^patches/\S+: not listed in series; list it, or remove the file$"):
+        maintain.refresh(mini.project, [], print)
+    assert {path: path.read_bytes() for path in (mini.root / "patches").rglob("*.patch")} == before
+
+
 def test_a_damaged_patch_is_repaired_by_a_refresh(mini: Mini, tmp_path: Path) -> None:
     folders = worktrees(mini, tmp_path)
     refresh(mini, folders)
@@ -505,6 +515,8 @@ def test_a_patch_that_does_not_apply_to_a_pin_it_serves_is_named(mini: Mini) -> 
     listing = mini.root / "series"
     lines = [line for line in listing.read_text().splitlines() if ".p2.patch" not in line]
     listing.write_text("\n".join(lines).replace("#+p1", "") + "\n")
+    for variant in (mini.root / "patches").rglob("*.p2.patch"):
+        variant.unlink()
     refused(
         mini,
         (),

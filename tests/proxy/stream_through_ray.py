@@ -135,9 +135,12 @@ def make_server(tree: str) -> Any:
         prompt_length=64,
         mtp=None,
         enable_rollout_routing_replay=True,
+        full_determinism=False,  # of verl 0.9
         get=lambda name, default=None: default,
     )
     server.model_config = SimpleNamespace(processor=None)
+    # Of verl 0.9: this server both prefills and decodes, and is the only one.
+    server._disaggregation_role, server.replica_rank = "null", 0
     server.global_steps = 3
     server.engine = Engine()
     return server

@@ -674,7 +674,10 @@ async def generate(request_id, prompt_ids, sampling_params, image_data=None, vid
 seen, wrong = [], False
 server = SimpleNamespace(generate=Remote(generate))
 balancer = SimpleNamespace(acquire_server=Remote(acquire), release_server=Remote(lambda server_id: None))
-config = SimpleNamespace(async_training=SimpleNamespace(partial_rollout=True))
+config = SimpleNamespace(
+    async_training=SimpleNamespace(partial_rollout=True),
+    actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(full_determinism=False)),
+)
 result = {}
 for kind in (LLMServerClient, FullyAsyncLLMServerClient):
     engine = VerlEngine(kind(config, balancer))

@@ -31,6 +31,12 @@ class Anything:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return Anything()
 
+    def __enter__(self) -> Any:
+        return Anything()
+
+    def __exit__(self, *raised: object) -> None:
+        return None
+
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         return ()
 

@@ -118,6 +118,7 @@ def refresh(
             raise UsageError(f"{worktree.folder} and {other.folder} are both for {worktree.pin}; give one of them")
         worktree.check_clean()
         by_pin[worktree.pin.key] = worktree
+    _check_listed(project, [name for name in pins.upstreams if name not in {w.pin.upstream.name for w in given}])
     complete = not given if complete is None else complete
     texts: dict[str, bytes] = {}
     guards: dict[str, list[str]] = {}
@@ -442,6 +443,15 @@ def _merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
                 merged.insert(at, subject)
                 at += 1
     return merged
+
+
+def _check_listed(project: Project, upstreams: Sequence[str]) -> None:
+    """Where no worktree tells what the patches are, a file that the series lost must not be taken for a dropped one."""
+    listed = {entry.patch for entry in project.series.entries}
+    for path in sorted((project.root / "patches").rglob("*.patch")):
+        name = path.relative_to(project.root / "patches").as_posix()
+        if name.partition("/")[0] in upstreams and name not in listed:
+            raise PatchctlError(f"patches/{name}: not listed in series; list it, or remove the file")
 
 
 def _series_text(project: Project, pins: Pins, guards: Mapping[str, list[str]]) -> str:
