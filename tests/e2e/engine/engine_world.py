@@ -109,13 +109,22 @@ def fully_async_client() -> Any:
     return fully_async_rollouter.FullyAsyncLLMServerClient
 
 
+def start_balancer(servers: dict[str, Any]) -> Any:
+    """verl's load balancer over the servers: a plain class since verl 0.9, which makes the actor where it is used."""
+    import ray
+    from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer
+
+    remote = hasattr(GlobalRequestLoadBalancer, "remote")
+    return (GlobalRequestLoadBalancer if remote else ray.remote(GlobalRequestLoadBalancer)).remote(servers)
+
+
 @asynccontextmanager
 async def start(model: Path) -> AsyncIterator[World]:
     """Launches the server; about a minute."""
     import ray
     from omegaconf import OmegaConf
     from recording_server import RecordingServer
-    from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServerClient
+    from verl.workers.rollout.llm_server import LLMServerClient
     from verl.workers.rollout.replica import RolloutMode
 
     rollout = {
@@ -156,11 +165,7 @@ async def start(model: Path) -> AsyncIterator[World]:
         )
         await server.launch_server.remote()
         await server.set_global_steps.remote(0)
-        # A plain class since verl 0.9, which makes the actor where it is used.
-        remote = hasattr(GlobalRequestLoadBalancer, "remote")
-        balancer = (GlobalRequestLoadBalancer if remote else ray.remote(GlobalRequestLoadBalancer)).remote(
-            {"server": server}
-        )
+        balancer = start_balancer({"server": server})
         client = fully_async_client()
         whole = {"actor_rollout_ref": {"rollout": rollout}}
         partial, entire = (

@@ -143,7 +143,7 @@ async def routing(here: World, asked: Asked) -> Result:
     """Sessions' servers by the load balancer, beside a server that can't be asked."""
     import ray
     from omegaconf import OmegaConf
-    from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServerClient
+    from verl.workers.rollout.llm_server import LLMServerClient
 
     @ray.remote(num_cpus=0)
     class Silent:
@@ -152,7 +152,7 @@ async def routing(here: World, asked: Asked) -> Result:
 
     silent = Silent.remote()
     await silent.ready.remote()
-    balancer = GlobalRequestLoadBalancer.remote({"vllm": here.server, "silent": silent})
+    balancer = engine_world.start_balancer({"vllm": here.server, "silent": silent})
     client = LLMServerClient(OmegaConf.create({}), balancer)
     held = {
         f"session-{number}": await client.hold_server(f"session-{number}", timeout_s=TIMEOUT) for number in range(8)

@@ -91,6 +91,8 @@ def test_failure_inside_a_layer(verl_tree: Path, model: Path, tmp_path: Path) ->
     The layer's second call is the forward of the second micro batch, or in training, where activations are recomputed,
     the backward of the first one.
     """
+    if "no_sync()" in (verl_tree / "verl/workers/engine/fsdp/transformer_impl.py").read_text(encoding="utf-8"):
+        pytest.skip("this verl's FSDP can't train behind a pass that broke off, dumped or not: no_sync() wants it idle")
     actions = [infer("a", fail="layer"), infer("b"), train("c", fail="layer"), train("d")]
     run = run_engine(verl_tree, tmp_path, model, actions, env={"DUMP_ON": "1", "DUMP_PHASE": "all"}, strategy="fsdp")
     lines = run.lines()
